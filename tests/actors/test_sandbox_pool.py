@@ -30,12 +30,12 @@ class FakeNsinit(Actor):
         super().__init__(Ref("nsinit"))
         self.told: list[str] = []
         self.refused: set[type] = set()
-        self.on_mount: Callable[[], object] = lambda: None
+        self.mount_s = 0.0
 
     async def handle(self, message: Call[Any]) -> None:
         self.told.append(type(message.request).__name__)
         if isinstance(message.request, MountImage):
-            self.on_mount()
+            await trio.sleep(self.mount_s)
         if type(message.request) in self.refused:
             raise BuildFailed("no", stage="overlay root")
 
@@ -44,9 +44,14 @@ class FakeNsinit(Actor):
 class Yard:
     """A pool, and what became of its sandboxes."""
 
-    pool: SandboxPool
     nsinit: FakeNsinit
-    reaped: list[str]
+    pool: SandboxPool = attrs.field(init=False)
+    reaped: list[str] = attrs.field(factory=list)
+    reap_s: float = 0
+
+    async def reap(self, session_id: str) -> None:
+        await trio.sleep(self.reap_s)
+        self.reaped.append(session_id)
 
     async def refill(self) -> None:
         await self.pool.refill(lambda: True)
@@ -63,12 +68,12 @@ def wanted(image: Image = IMAGE, **limits: Any) -> MountedImage:
 @pytest.fixture
 async def yard(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> AsyncIterator[Yard]:
     """With room for two."""
-    nsinit, reaped = FakeNsinit(), list[str]()
-    ref: Ref = await nursery.start(nsinit.run)
+    yard = Yard(FakeNsinit())
+    ref: Ref = await nursery.start(yard.nsinit.run)
     ids: Callable[[], str] = iter(f"{number:024x}" for number in range(100)).__next__
     limits: Limits = Config().defaults.limits
-    pool = SandboxPool(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=reaped.append)
-    yield Yard(pool, nsinit, reaped)
+    yard.pool = SandboxPool(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=yard.reap)
+    yield yard
     nursery.cancel_scope.cancel()
 
 
@@ -95,18 +100,39 @@ async def test_one_has_the_image_as_the_last_create_asked_and_one_stays_blank(ya
 
 
 async def test_an_image_that_is_forgotten_is_mounted_no_more(yard: Yard) -> None:
-    """The sandbox is the caller's to reap, also when the mount was under way; another image's stays."""
+    """Its sandbox is reaped before the answer, also when the mount was under way; another image's stays."""
     await yard.refill()
     yard.take()
     await yard.refill()
-    assert yard.pool.forget("other") is None
-    assert yard.pool.forget("python") is not None
+    await yard.pool.forget("other")
+    assert yard.reaped == []
+    await yard.pool.forget("python")
+    assert len(yard.reaped) == 1
     await yard.refill()
-    assert (yard.pool.forget("python"), yard.nsinit.told.count("MountImage"), len(yard.pool)) == (None, 1, 2)
+    await yard.pool.forget("python")
+    assert (yard.nsinit.told.count("MountImage"), len(yard.reaped), len(yard.pool)) == (1, 1, 2)
     yard.take()
-    yard.nsinit.on_mount = lambda: yard.pool.forget("python")
+    yard.nsinit.mount_s = 1
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(yard.refill)
+        await trio.sleep(0.5)
+        await yard.pool.forget("python")
+        assert (yard.nsinit.told.count("MountImage"), len(yard.reaped), len(yard.pool)) == (2, 2, 1)
+
+
+async def test_an_image_that_is_being_discarded_is_forgotten_when_it_is_gone(yard: Yard) -> None:
+    """Whoever deletes the image next finds it free."""
     await yard.refill()
-    assert (yard.nsinit.told.count("MountImage"), len(yard.reaped), len(yard.pool)) == (2, 1, 1)
+    yard.take()
+    await yard.refill()
+    yard.take(memory_mb=1024)
+    yard.reap_s = 1
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(yard.refill)
+        await trio.sleep(0.5)
+        assert yard.reaped == []
+        await yard.pool.forget("python")
+        assert len(yard.reaped) == 1
 
 
 @pytest.mark.parametrize(
@@ -156,4 +182,5 @@ async def test_those_of_an_nsinit_that_died_are_given_to_nobody(yard: Yard) -> N
     await yard.refill()
     yard.pool._nsinit.incarnation += 1
     assert yard.take() is None
+    await yard.refill()
     assert len(yard.reaped) == 2

@@ -221,6 +221,7 @@ def denied(client: httpx.Client, session: str) -> list[str]:
     """Return where a session's command was refused to connect to, of an address that no session may reach."""
     command = "exec 3<>/dev/tcp/10.0.0.1/80 && read -t 5 -u 3"  # looks connected until the first byte is waited for
     answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": f"bash -c '{command}'"})
+    assert answer.status_code == 200, answer.text
     return [f"{each['host']}:{each['port']}" for each in answer.json()["egress_denied"]]
 
 

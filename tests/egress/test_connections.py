@@ -527,12 +527,14 @@ async def test_no_byte_more_than_allowed(limit: str) -> None:
         assert await echoes(inside, synthetic, 5000)
         stream, silent = [await inside.connect(synthetic, 5000) for _ in range(2)]
         async with stream, silent:
+            await silent.send_all(b"\x01")
+            assert await silent.receive_some(1) == b"\x01"  # it is carried, and not only accepted by the kernel
             await stream.send_all(b"\x01over and back")
             assert await is_reset(stream)
             assert await is_reset(silent)
         assert (await daemon.entry(reason="limit")).verdict == "denied"
         assert (await daemon.entry(cause="limit")).verdict == "allowed"
-        assert getattr(await daemon.counters(), limit) == before + 14
+        assert getattr(await daemon.counters(), limit) == before + 15
         assert await is_refused(inside, synthetic, 5000)
         await daemon.set_policy("good.example:5000")
         assert await echoes(inside, synthetic, 5000)

@@ -4,7 +4,7 @@ ahead are in `session_pools.py`.
 A pool sandbox has a process, cgroups and a disk. One of them, if there is another besides, has the image and the sizes
 mounted that the last create asked for; the others are blank. The pool refills itself while no create is under way, and
 without it a create is only slower. A pool sandbox that died with its nsinit, or whose image nobody asks for any more,
-is given to `reap`. The ids of pool sandboxes are reserved in the directory.
+is reaped by the next refill. The ids of pool sandboxes are reserved in the directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -62,7 +62,8 @@ class _PoolSandbox:
 
 
 class SandboxPool:
-    """The pool sandboxes of the node. `limits` are those that the next session will probably be given."""
+    """The pool sandboxes of the node. `limits` are those that the next session will probably be given. `reap` removes
+    everything of an id, and never raises."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class SandboxPool:
         wanted: int,
         limits: Limits,
         new_id: Callable[[], str],
-        reap: Callable[[str], None],
+        reap: Callable[[str], Awaitable[object]],
     ) -> None:
         self._nsinit, self._directory = nsinit, directory
         self._wanted, self._limits = wanted, limits
@@ -81,6 +82,10 @@ class SandboxPool:
         self._with_image: _PoolSandbox | None = None
         self._guess: MountedImage | None = None
         self._under_way = 0
+        self._stale: list[str] = []
+        """Ids of those to be reaped."""
+        self._mounting = trio.Lock()
+        """Held while an image is mounted, or a sandbox reaped that may have one."""
 
     def __len__(self) -> int:
         return len(self._blank) + (self._with_image is not None)
@@ -108,22 +113,23 @@ class SandboxPool:
             self._directory.reserved.add(sandbox.session_id)
             order = call(Prepare, sandbox.session_id, plan_limits(limits), plan_disk(limits))
             if not await self._have(sandbox, order):
-                return
-        if is_quiet() and self._guess is not None and self._with_image is None and len(self._blank) > 1:
-            guess, sandbox = self._guess, self._blank.popleft()
-            plan = dataclasses.replace(guess.plan, session_id=sandbox.session_id)
-            await self._have(attrs.evolve(sandbox, mounted=guess), call(MountImage, plan))
+                break
+        async with self._mounting:
+            await self._reap_stale()
+            if is_quiet() and self._guess is not None and self._with_image is None and len(self._blank) > 1:
+                guess, sandbox = self._guess, self._blank.popleft()
+                plan = dataclasses.replace(guess.plan, session_id=sandbox.session_id)
+                await self._have(attrs.evolve(sandbox, mounted=guess), call(MountImage, plan))
 
-    def forget(self, image: str) -> str | None:
-        """Mount that image ahead no more until it is asked for; return the id of the sandbox that has it, which belongs
-        to the caller then."""
+    async def forget(self, image: str) -> None:
+        """Mount that image ahead no more until it is asked for, and reap the sandboxes that have it."""
         if self._guess is not None and self._guess.image.name == image:
             self._guess = None
-        with_image = self._with_image
-        if with_image is None or with_image.mounted is None or with_image.mounted.image.name != image:
-            return None
-        self._with_image = None
-        return with_image.session_id
+        async with self._mounting:
+            with_image = self._with_image
+            if with_image is not None and with_image.mounted is not None and with_image.mounted.image.name == image:
+                self._discard(with_image)
+            await self._reap_stale()
 
     async def _have(self, sandbox: _PoolSandbox, order: Call[Any]) -> bool:
         """Have nsinit carry out the order and add the sandbox to the pool. Return False if nsinit could not."""
@@ -132,29 +138,34 @@ class SandboxPool:
             await self._nsinit.ask(order)
         except SandkastenError as error:
             log.warning("pool_sandbox_not_prepared", extra={"error": str(error)})
-            self._reap(sandbox.session_id)
+            await self._reap(sandbox.session_id)
             return False
         finally:
             self._under_way -= 1
         if sandbox.mounted is None:
             self._blank.append(sandbox)
-        elif self._with_image is None and self._guess is not None:
-            self._with_image = sandbox
         else:
-            self._reap(sandbox.session_id)
+            self._with_image = sandbox
         return True
 
     def _discard_misfit(self) -> None:
-        """Reap the sandbox whose image is not the one asked for last."""
+        """Give up the sandbox whose image is not the one asked for last."""
         with_image = self._with_image
         if with_image is None or with_image.mounted is None or self._guess is None:
             return
         if not with_image.mounted.fits(self._guess):
-            self._with_image = None
-            self._reap(with_image.session_id)
+            self._discard(with_image)
+
+    def _discard(self, with_image: _PoolSandbox) -> None:
+        self._with_image = None
+        self._stale.append(with_image.session_id)
+
+    async def _reap_stale(self) -> None:
+        while self._stale:
+            await self._reap(self._stale.pop())
 
     def _lives(self, sandbox: _PoolSandbox) -> bool:
         if sandbox.incarnation == self._nsinit.incarnation:
             return True
-        self._reap(sandbox.session_id)  # it died with the nsinit that made it
+        self._stale.append(sandbox.session_id)  # it died with the nsinit that made it
         return False

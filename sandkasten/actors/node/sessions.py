@@ -178,7 +178,7 @@ class Sessions(Actor):
             wanted=self._pool_size,
             limits=self._config.defaults.limits,
             new_id=self._node.new_session_id,
-            reap=lambda session_id: self.start_task(self._recovery.reap, session_id),
+            reap=lambda session_id: self._recovery.reap(session_id),
         )
         services = PoolServices(
             config=self._config,
@@ -258,9 +258,8 @@ class Sessions(Actor):
                 assert_never(message)
 
     async def _forget_image(self, name: str) -> None:
-        if (session_id := self._sandbox_pool.forget(name)) is not None:
-            await self._recovery.reap(session_id)
-            self._refill_sandbox_pool()
+        await self._sandbox_pool.forget(name)
+        self._refill_sandbox_pool()
 
     def _let_look(self) -> None:
         """Give the metrics functions that read the numbers of admission."""
