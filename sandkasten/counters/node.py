@@ -30,9 +30,9 @@ _USEC = 1_000_000
 _NO_LIMIT = 2**62
 """cgroup v1 writes no limit as the largest number of pages."""
 
-_FDS_PER_SESSION = 22
-"""Five are the session's, five read counters while its runs are measured, three are of its way out, eight are
-connections that wait for a request, and one is under way. How many more previews have, the egress process bounds."""
+_FDS_PER_SESSION = 19
+"""Five are the session's, five read counters while its runs are measured, eight are connections that wait for a request
+(measured: 18), and one is under way."""
 _FDS_RESERVED = 200
 _FEW_TERMINALS = 2
 NAMESPACES_RESERVED = 128

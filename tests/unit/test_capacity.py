@@ -80,7 +80,7 @@ def test_terminals_are_divided_so_that_all_sessions_may_use_all_of_theirs(
 def test_descriptors_bound_the_sessions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sessions have more terminals each; a kernel without the figures has enough."""
     monkeypatch.setattr(node, "_number", lambda _: None)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2400, 1 << 20))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2100, 1 << 20))
     bounds = node.session_bounds(1000)
     assert bounds == {"server.max_sessions": 1000, "RLIMIT_NOFILE": 100}
     assert node.terminals_of(100) == 16
