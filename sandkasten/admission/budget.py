@@ -69,6 +69,8 @@ _FIELDS = {"cpu": "cpu", "memory_bytes": "memory_mb", "pids": "pids", "disk_byte
 _MAX_RETRY_S = 30
 _LOOK_AGAIN_S = 5.0
 _FEEL_AGAIN_S = 0.05
+_FDS_RESERVED = 64
+"""Descriptors that stay free for requests while no further session is admitted."""
 
 
 class Budget:
@@ -185,8 +187,13 @@ class Budget:
                 raise self._full(name, message, **figures, **_cause(self._settings, name))
 
     def _check_free(self, totals: Amounts, under_way: int) -> None:
-        """Refuse while too little is free, counting admitted sessions that have not taken their memory yet."""
-        settings = self._settings
+        """Refuse while too little is free, counting admitted sessions that have not taken their part yet."""
+        settings, reserve = self._settings, _FDS_RESERVED
+        descriptors = self._resources.free_descriptors()
+        if descriptors is not None and descriptors - (under_way + 1) * node.FIRST_FDS < reserve:
+            message = "this node has too few free descriptors"
+            bound, figures = "RLIMIT_NOFILE", {"free": descriptors, "reserve": reserve}
+            raise self._full("descriptors", message, **figures, bound=bound, fix=FIXES[bound])
         if not settings.reserve_percent and not settings.reserve_memory_mb:
             return
         free = self._resources.free()
@@ -318,6 +325,10 @@ class Resources(Protocol):
         """Return the amounts free at this moment."""
         ...
 
+    def free_descriptors(self) -> int | None:
+        """Return how many more files this process may open; None is unknown."""
+        ...
+
     def next_end(self) -> datetime | None:
         """Return the earliest end of a lease."""
         ...
@@ -330,7 +341,7 @@ class MachineResources:
 
     def __init__(self, data_dir: Path, cgroup_dirs: Mapping[str, str], next_end: Callable[[], datetime | None]) -> None:
         self._data_dir, self._cgroup_dirs = data_dir, cgroup_dirs
-        self.next_end = next_end
+        self.next_end, self.free_descriptors = next_end, node.free_descriptors
         self._seen_at = self._felt_at = -math.inf
 
     def totals(self) -> Amounts:

@@ -34,6 +34,8 @@ _FDS_PER_SESSION = 19
 """Five are the session's, five read counters while its runs are measured, eight are connections that wait for a request
 (measured: 18), and one is under way."""
 _FDS_RESERVED = 200
+FIRST_FDS = _FDS_PER_SESSION + 3
+"""Descriptors that a session admitted a moment ago is going to take: the three of a way out included."""
 _FEW_TERMINALS = 2
 NAMESPACES_RESERVED = 128
 """Namespaces of each kind that are not for sessions: those of the machine, of helpers and of pool sandboxes."""
@@ -94,6 +96,13 @@ def read_free(data_dir: Path, bounds: Bounds) -> Amounts:
         pids=_least(_free_pids(), *pids),
         disk_bytes=space.f_bavail * space.f_frsize,
     )
+
+
+def free_descriptors() -> int | None:
+    """Return how many more files this process may open, None before Linux 6.2, where the size of /proc/self/fd is 0
+    (proc_pid_fd(5): the number of open descriptors since then)."""
+    opened = os.stat("/proc/self/fd").st_size
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - opened if opened else None
 
 
 def committed(limits: Iterable[Limits]) -> Amounts:

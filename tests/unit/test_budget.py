@@ -24,12 +24,16 @@ class Node:
     def __init__(self) -> None:
         self.left = Amounts(memory_bytes=GIB, pids=1000)
         self.end: datetime | None = None
+        self.descriptors: int | None = None
 
     def totals(self) -> Amounts:
         return Amounts(cpu=2.0, memory_bytes=GIB, pids=1000, disk_bytes=10 * GIB)
 
     def free(self) -> Amounts:
         return self.left
+
+    def free_descriptors(self) -> int | None:
+        return self.descriptors
 
     def next_end(self) -> datetime | None:
         return self.end
@@ -202,6 +206,20 @@ def test_what_is_counted_is_the_sum_over_those_that_live() -> None:
     expected = 64 + sum(16 + number for number in range(3, 20, 2))
     assert budget.committed.memory_bytes == expected * MIB
     assert (budget.committed.sessions, budget.committed.cpu) == (10, 1.2)
+
+
+def test_a_daemon_that_is_almost_out_of_descriptors_admits_nobody() -> None:
+    """Whatever has them: connections of clients, ways out, previews. Sessions under way have not taken theirs yet."""
+    node = Node()
+    budget = budget_of(node)
+    node.descriptors = 64 + 2 * counters.FIRST_FDS
+    budget.admit("a", Limits(), under_way=1)
+    error = refusal(budget, Limits(), under_way=2)
+    assert (error.retryable, error.details["resource"]) == (True, "descriptors")
+    assert error.details["fix"] == FIXES["RLIMIT_NOFILE"]
+    node.descriptors -= 1
+    budget.admit("b", Limits())
+    refusal(budget, Limits(), under_way=1)
 
 
 @pytest.mark.parametrize(("ends_in_s", "advice"), [(None, 1), (-5.0, 1), (9.5, 10), (1000.0, 30)])

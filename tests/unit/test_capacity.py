@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,6 +85,17 @@ def test_descriptors_bound_the_sessions_too(monkeypatch: pytest.MonkeyPatch) -> 
     bounds = node.session_bounds(1000)
     assert bounds == {"server.max_sessions": 1000, "RLIMIT_NOFILE": 100}
     assert node.terminals_of(100) == 16
+
+
+def test_descriptors_that_are_free_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc/self/fd lists them; an older kernel tells no number."""
+    before = node.free_descriptors()
+    with open(os.devnull, "rb"), open(os.devnull, "rb"):
+        after = node.free_descriptors()
+    if before is None or after is None:
+        assert (before, after) == (None, None)
+    else:
+        assert before - after == 2
 
 
 def test_namespaces_bound_the_sessions_too(monkeypatch: pytest.MonkeyPatch) -> None:
