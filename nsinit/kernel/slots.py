@@ -27,8 +27,6 @@ FIRST_BASE, LAST_BASE = 524288, 1878982656
 """The range systemd sets aside for containers (UIDS-GIDS.md)."""
 
 LEASE_PATH = "/run/sandkasten-ids"
-_STATUS_BYTES = 1024
-"""Enough of `/proc/<pid>/status` for the line of the uids (proc_pid_status(5))."""
 
 SANDBOX_ID = 1000
 """Uid and gid of commands inside, and of workspace files on disk."""
@@ -39,7 +37,7 @@ SYSTEM_IDS = 1000
 """The machine's own files belong to ids below this one (adduser.conf(5), login.defs(5)); people come after."""
 
 _LOCKED_AT_ONCE = 64
-"""Ranges locked together, since a look for their ids reads a file of every process of the machine."""
+"""Ranges locked together, since a look for their ids takes a system call for every process of the machine."""
 
 _SLEEP_S = 5
 """Seconds that a process holding a new namespace lives if nsinit dies before it opened the namespace."""
@@ -96,14 +94,15 @@ def _lock_of(kind: int, base: int) -> bytes:
 
 
 def bases_in_use() -> set[int]:
-    """Return the bases of the ranges that processes of this machine have ids of."""
+    """Return the bases of the ranges that processes of this machine have effective ids of."""
     bases = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open(f"/proc/{name}/status", "rb") as file:
-                    uid = int(file.read(_STATUS_BYTES).partition(b"\nUid:\t")[2].split(None, 1)[0])
-            except (FileNotFoundError, ProcessLookupError):
+                # The owner of this directory is the effective uid, of a process that is not dumpable, too
+                # (`task_dump_owner` in fs/proc/base.c). To read `status` takes ten times as long.
+                uid = os.stat(f"/proc/{name}").st_uid
+            except FileNotFoundError:
                 continue  # it has ended meanwhile
             bases.add(FIRST_BASE + (uid - FIRST_BASE) // SIZE * SIZE)
     return bases
