@@ -19,7 +19,7 @@ from bench import files, goals, images, protections
 from bench.peers import ASPECTS, OURS
 from bench.plots import cdf, plot
 from bench.sampling import difference_interval, interval, percentile, ratio_interval
-from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
+from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row, in_a_row
 from sandkasten.host import examine
 
 BASES: Mapping[str, str] = {
@@ -31,6 +31,8 @@ BASES: Mapping[str, str] = {
     exec_row("builtin", "HTTP"): HEALTHZ,
     exec_row("/bin/true", "HTTP"): HEALTHZ,
     exec_row("builtin", "WebSocket"): ECHO,
+    in_a_row(exec_row("builtin", "HTTP")): in_a_row(HEALTHZ),
+    in_a_row(exec_row("builtin", "WebSocket")): in_a_row(ECHO),
     files.SMALL: files.HEALTHZ,
     exec_row("/bin/true", "library"): "/bin/true",
     images.IMPORT: images.TAR,
