@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -56,7 +55,7 @@ _TLS_PORT, _TLS_NAMES = 9443, {TUNNEL: "plain.example", BROKER: "secret.example"
 _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
 _SETTLE_S = 0.03
-_STARVED_S, _GOES_ON = 2.0, 50
+_GOES_ON = 50
 _OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.1
 _MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
 
@@ -591,7 +590,6 @@ def _measure_restarts(
     starts one daemon, for a small share."""
     ways = (
         ("egress process killed", False, True, environ),
-        ("egress process out of descriptors for 2 s", False, False, environ),
         ("daemon killed", True, False, environ),
         ("daemon and egress process killed", True, True, environ),
         ("daemon killed, the next configured otherwise", True, False, {**environ, **_OTHERWISE}),
@@ -609,22 +607,12 @@ def _measure_restarts(
                 carrier = carrier_of(pid)  # of a daemon that was killed it is nobody's child
             for each in (pid,) * ends_daemon + (carrier,) * ends_carrier:
                 os.kill(each, signal.SIGKILL)
-            if not ends_daemon and not ends_carrier:
-                _starve(carrier)
             is_followed = ends_daemon and not ends_carrier
             if ends_daemon:
                 pid, address = undo.enter_context(daemon.running(data_dir, **then))
                 client = undo.enter_context(daemon.Client(address))
             _tell_of_end(facts, what, _gone_on(client, session, place))
         client.call("DELETE", f"/v1/sessions/{session}")
-
-
-def _starve(pid: int) -> None:
-    """Let a process have no descriptor more for a while (prlimit(2))."""
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), before[1]))
-    time.sleep(_STARVED_S)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 def _start_going(client: daemon.Client, session: str, place: str, *target: str) -> None:

@@ -108,7 +108,7 @@ async def _make_and_end(supervisor: LocalSupervisor, count: int) -> None:
 
 
 async def test_sessions_with_a_way_out_leave_nothing(config: Config, outside: World) -> None:
-    """What a first few sessions have made stays, and the next thousand add nothing to it."""
+    """The next thousand sessions add nothing to what a first few have made."""
     faulthandler.cancel_dump_traceback_later()
     async with served(config, outside) as supervisor:
 
