@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 CAMPAIGNS := $(patsubst %,tests/%.py,kernel/test_attacks e2e/test_schemathesis e2e/test_bench adapters/test_frameworks \
              e2b/test_sdks e2e/test_crash_walk sdk/test_every_byte e2e/test_soak e2e/test_state_machine \
              fuzz/test_targets sdk/test_retries kernel/test_hostile_archives \
-             kernel/test_hostile_images kernel/test_layer_histories kernel/test_fuzz_live)
+             kernel/test_hostile_images kernel/test_layer_histories kernel/test_network_leaks kernel/test_fuzz_live)
 
 OF_campaigns := $(CAMPAIGNS)
 OF_test := $(addprefix --ignore=,tests/vm $(CAMPAIGNS))

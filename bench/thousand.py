@@ -153,9 +153,9 @@ def _measure_ways_out(pid: int, client: daemon.Client, sessions: Sequence[str], 
     }
 
 
-def carrier_of(pid: int) -> int:
-    """Return the pid of a daemon's egress process."""
-    (found,) = (each for each in measure.family(pid) if b"\0egress\0" in _command_of(each))
+def carrier_of(pid: int, role: str = "egress") -> int:
+    """Return the pid of a daemon's process that carries connections, in this role."""
+    (found,) = (each for each in measure.family(pid) if b"\0%b\0" % role.encode() in _command_of(each))
     return found
 
 

@@ -55,6 +55,7 @@ _TLS_PORT, _TLS_NAMES = 9443, {TUNNEL: "plain.example", BROKER: "secret.example"
 _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
 _SETTLE_S = 0.03
+_GOES_ON = 50
 _OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.1
 _MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
 
@@ -210,13 +211,18 @@ while True:
 
 
 _GOING_ON = """
-import json, os, socket, sys, time
-place, host, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+import json, os, socket, ssl, sys, time
+place, host, port, is_tls = sys.argv[1], sys.argv[2], int(sys.argv[3]), len(sys.argv) > 4
+context = ssl.create_default_context()
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 found = {"connects": 0, "failed": 0, "longest_ms": 0.0, "held": "lives"}
 def connected(asked):
     client = socket.create_connection((socket.gethostbyname(host), port), timeout=30)
+    if is_tls:
+        client = context.wrap_socket(client, server_hostname=host)
+        asked = f"GET /1 HTTP/1.1\\r\\nHost: {host}:{port}\\r\\n\\r\\n".encode()
     client.sendall(asked)
-    assert client.recv(1) == b"x"
+    assert client.recv(1) == (b"H" if is_tls else b"x")
     return client
 held = connected(b"\\0u")
 while True:
@@ -273,7 +279,7 @@ def main() -> None:
         if has_broker:
             environ["SANDKASTEN_EGRESS_CA_FILE"] = authority = str(Path(scratch, "authority.pem"))
             undo.enter_context(_serving(world, _TLS_SERVER, authority))
-        _, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
+        pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
         client = undo.enter_context(daemon.Client(address))
         limits = {"cpu": os.cpu_count() or 1}
         session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": limits})
@@ -290,10 +296,10 @@ def main() -> None:
         works[BRIDGE] = lambda said: _inside(client, bridged["id"], [_WORLD, *said[1:]])
         _measure_carrying(table, facts, works, share, chance)
         if has_broker:
-            _measure_broker(table, facts, client, share, chance)
+            _measure_broker(table, facts, pid, client, share, chance)
         else:
             facts[BROKER] = "not measured: the extra `secrets` is not installed"
-        _measure_preview(table, client, session["id"], _count(400, share), chance)
+        _measure_preview(table, facts, pid, client, session["id"], _count(400, share), chance)
         _measure_published(facts, client, session["id"], share, chance)
         for each in (session, bridged):
             client.call("DELETE", f"/v1/sessions/{each['id']}")
@@ -414,9 +420,10 @@ def _measure_carrying(
 
 
 def _measure_broker(
-    table: Table, facts: dict[str, Any], client: daemon.Client, share: float, chance: random.Random
+    table: Table, facts: dict[str, Any], pid: int, client: daemon.Client, share: float, chance: random.Random
 ) -> None:
-    """Make TLS connections with a request, by a tunnel and by the broker in turn; then carry a large body."""
+    """Make TLS connections with a request, by a tunnel and by the broker in turn; then carry a large body. At last the
+    broker is killed."""
     hosts = {name: f"{host}:{_TLS_PORT}" for name, host in _TLS_NAMES.items()}
     client.call("POST", "/v1/secrets", {"name": "bench", "value": "value-of-bench", "hosts": [hosts[BROKER]]})
     way_out = {"mode": "allow", "allow": sorted(hosts.values()), "secrets": ["bench"]}
@@ -430,6 +437,9 @@ def _measure_broker(
         table.row(tls_row(name)).values += found["connects_ms"]
         rates.setdefault(rate_fact(f"TLS by {name},", "down"), []).append(found["down"])
     facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+    _start_going(client, session, "/tmp/broker", _TLS_NAMES[BROKER], str(_TLS_PORT), "tls")
+    os.kill(carrier_of(pid, "broker"), signal.SIGKILL)
+    _tell_of_end(facts, "broker killed", _gone_on(client, session, "/tmp/broker"))
     client.call("DELETE", f"/v1/sessions/{session}")
 
 
@@ -462,9 +472,17 @@ def _measure_published(
     facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
 
 
-def _measure_preview(table: Table, client: daemon.Client, session: str, count: int, chance: random.Random) -> None:
+def _measure_preview(
+    table: Table,
+    facts: dict[str, Any],
+    pid: int,
+    client: daemon.Client,
+    session: str,
+    count: int,
+    chance: random.Random,
+) -> None:
     """Ask a server in a session, over one connection to the gateway, over one to the server itself, and over new ones
-    to it, as the gateway makes for each request."""
+    to it, as the gateway makes for each request. At last the gateway is killed."""
     place = f"/v1/sessions/{session}"
     started = client.call("POST", f"{place}/processes", {"argv": ["python3", "-c", _WEB_SERVER]})
     waited = {"port": _WEB_PORT, "timeout_ms": 30_000}
@@ -490,13 +508,33 @@ def _measure_preview(table: Table, client: daemon.Client, session: str, count: i
                 continue
             with table.timed(kind):
                 _ask(talks[kind], head)
+        gateway = talks[PREVIEW].getpeername()
+        found: dict[str, Any] = {"connects": 0, "failed": 0, "longest_ms": 0.0, "held": "lives"}
+        os.kill(carrier_of(pid, "gateway"), signal.SIGKILL)
+        while found["connects"] < _GOES_ON:
+            began = time.perf_counter()
+            try:
+                with socket.create_connection(gateway) as sock:
+                    _ask(sock, head)
+            except OSError:
+                found["failed"] += 1
+            found["connects"] += 1
+            found["longest_ms"] = max(found["longest_ms"], (time.perf_counter() - began) * 1000)
+            time.sleep(0.005)
+        try:
+            _ask(talks[PREVIEW], head)
+        except OSError:
+            found["held"] = "reset"
+        _tell_of_end(facts, "gateway killed", found)
 
 
 def _ask(sock: socket.socket, head: bytes) -> None:
     sock.sendall(head)
     data = b""
     while daemon.body_of(data) is None:
-        data += sock.recv(65536)
+        if not (more := sock.recv(65536)):
+            raise ConnectionResetError("the connection ended before the answer")
+        data += more
     if not data.startswith(b"HTTP/1.1 200"):
         raise RuntimeError(str(data[:200]))
 
@@ -564,9 +602,7 @@ def _measure_restarts(
             ways if share >= _ALL_WAYS_SHARE else ways[:1]
         ):
             place = f"/tmp/{number}"
-            argv = ["python3", "-c", _GOING_ON, place, _NAME, str(_PORT)]
-            client.call("POST", f"/v1/sessions/{session}/processes", {"argv": argv})
-            _gone_round(client, session, place, 20)
+            _start_going(client, session, place, _NAME, str(_PORT))
             if not is_followed:
                 carrier = carrier_of(pid)  # of a daemon that was killed it is nobody's child
             for each in (pid,) * ends_daemon + (carrier,) * ends_carrier:
@@ -575,11 +611,26 @@ def _measure_restarts(
             if ends_daemon:
                 pid, address = undo.enter_context(daemon.running(data_dir, **then))
                 client = undo.enter_context(daemon.Client(address))
-            now = _gone_round(client, session, place, 20)["connects"]  # with a next daemon there
-            found = _gone_round(client, session, place, now + 50)
-            for name, value in found.items():
-                facts[f"{what}: {name}"] = round(value) if isinstance(value, float) else value
+            _tell_of_end(facts, what, _gone_on(client, session, place))
         client.call("DELETE", f"/v1/sessions/{session}")
+
+
+def _start_going(client: daemon.Client, session: str, place: str, *target: str) -> None:
+    """Start `_GOING_ON` in a session, and wait until it has gone round a while."""
+    argv = ["python3", "-c", _GOING_ON, place, *target]
+    client.call("POST", f"/v1/sessions/{session}/processes", {"argv": argv})
+    _gone_round(client, session, place, 20)
+
+
+def _gone_on(client: daemon.Client, session: str, place: str) -> dict[str, Any]:
+    """Return what `_GOING_ON` has found when it has gone on for a while, with a next daemon or process there."""
+    now = _gone_round(client, session, place, 20)["connects"]
+    return _gone_round(client, session, place, now + _GOES_ON)
+
+
+def _tell_of_end(facts: dict[str, Any], what: str, found: Mapping[str, Any]) -> None:
+    for name, value in found.items():
+        facts[f"{what}: {name}"] = round(value) if isinstance(value, float) else value
 
 
 def _gone_round(client: daemon.Client, session: str, place: str, times: int) -> dict[str, Any]:

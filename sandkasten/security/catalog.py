@@ -17,9 +17,10 @@ from sandkasten.security.attacks.runner import RUNNER
 from sandkasten.security.attacks.secrets import SECRETS
 from sandkasten.security.attacks.ways_in import WAYS_IN
 from sandkasten.security.attacks.ways_out import WAYS_OUT
+from sandkasten.security.attacks.ways_out_servers import WAYS_OUT_SERVERS
 from sandkasten.security.attacks.workspaces import WORKSPACES
 
 ATTACKS = (
     *(*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *QUOTAS, *MEMORY, *RUNNER, *RESULTS, *ARCHIVES),
-    *(*WAYS_OUT, *BRIDGES, *WAYS_IN, *SECRETS),
+    *(*WAYS_OUT, *WAYS_OUT_SERVERS, *BRIDGES, *WAYS_IN, *SECRETS),
 )
