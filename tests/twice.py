@@ -28,11 +28,14 @@ NEEDED_AGAIN = "SANDKASTEN_TESTS_NEEDED_AGAIN"
 MAX_AGAIN = 12
 """More failures than this have a common cause."""
 
+_LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
+
 
 def main(lanes: int, arguments: Sequence[str]) -> int:
     """Return the exit status of the last run."""
-    # Without the cache of an earlier run, whose failures are not this one's.
-    status = _pytest("--cache-clear", "-n", str(lanes), "--dist", "loadfile", "--no-loadscope-reorder", *arguments)
+    # The failures of an earlier run are not this one's; what else its cache holds (modules found clean) stays.
+    _LAST_FAILED.unlink(missing_ok=True)
+    status = _pytest("-n", str(lanes), "--dist", "loadfile", "--no-loadscope-reorder", *arguments)
     failed = _last_failed() if status == TESTS_FAILED else []
     if not 0 < len(failed) <= MAX_AGAIN:
         return status
@@ -59,7 +62,7 @@ def _pytest(*arguments: str) -> int:
 def _last_failed() -> list[str]:
     """Return what pytest's cache (in the current directory) says of the run before."""
     try:
-        return sorted(json.loads(Path(".pytest_cache/v/cache/lastfailed").read_text()))
+        return sorted(json.loads(_LAST_FAILED.read_text()))
     except FileNotFoundError:
         return []
 

@@ -100,7 +100,7 @@ async def test_one_has_the_image_as_the_last_create_asked_and_one_stays_blank(ya
 
 
 async def test_an_image_that_is_forgotten_is_mounted_no_more(yard: Yard) -> None:
-    """Its sandbox is reaped before the answer, also when the mount was under way; another image's stays."""
+    """The sandbox of the image is reaped before the answer, a mount under way included; another image's stays."""
     await yard.refill()
     yard.take()
     await yard.refill()
@@ -121,7 +121,7 @@ async def test_an_image_that_is_forgotten_is_mounted_no_more(yard: Yard) -> None
 
 
 async def test_an_image_that_is_being_discarded_is_forgotten_when_it_is_gone(yard: Yard) -> None:
-    """Whoever deletes the image next finds it free."""
+    """A delete of the image that comes next finds it free."""
     await yard.refill()
     yard.take()
     await yard.refill()

@@ -53,13 +53,17 @@ def test_what_passes_alone_is_a_success_and_is_named(tmp_path: Path) -> None:
 
 
 def test_failures_of_an_earlier_run_are_not_of_this_one(tmp_path: Path) -> None:
-    """Another command of the same checkout had failed tests that these arguments leave out."""
+    """Another command of the same checkout had failed tests that these arguments leave out. Results that tests keep in
+    the cache stay."""
     cache = tmp_path / ".pytest_cache/v/cache/lastfailed"
     cache.parent.mkdir(parents=True)
     cache.write_text('{"vm/test_machine.py::test_of_before": true}')
+    checked = cache.with_name("checked")
+    checked.write_text('["a module"]')
     status, printed = run(tmp_path, once=ONCE)
     assert status == 0, printed
     assert "test_of_before" not in printed
+    assert checked.exists()
 
 
 def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
