@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def refuse_writable(path: Path, fd: int) -> None:
     """Refuse an open configuration file that others may write. Raises `ConfigError`."""
     mode = os.fstat(fd).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISREG(mode):
-        raise ConfigError(f"other users may write {path}; chmod go-w it first")
+        raise ConfigError(f"other users may write {path}: run `chmod go-w {shlex.quote(str(path))}`")
 
 
 # Where the daemon listens

@@ -2,5 +2,6 @@
 sandbox (`runner.py`).
 
 Owns the processes behind the first two (`processes.py`), descriptors (`fds.py`) and the kernel's out-of-memory
-notifications (`oom_event.py`). Imports `model` and the wire contracts; `actors` imports it. Begin with `runner.py`.
+notifications (`oom_event.py`). Stands on `model`, `host` and the wire contracts; `actors` imports it. Begin with
+`runner.py`.
 """

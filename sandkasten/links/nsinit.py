@@ -34,7 +34,7 @@ _TAKEN_ID = "session", errno.EEXIST
 class NsinitAnswer:
     """A message from nsinit and the descriptors that came with the message; the receiver closes them."""
 
-    message: Any  # a member of nsinit.protocol.ANSWERS
+    message: Any  # a member of nsinit.wire.protocol.ANSWERS
     fds: Sequence[OwnedFd]
 
 
@@ -53,7 +53,7 @@ class NsinitLink:
         self._next_seq += 1
         return self._next_seq
 
-    async def request(self, message: Any, fds: Sequence[int] = ()) -> NsinitAnswer:  # one of nsinit.protocol.REQUESTS
+    async def request(self, message: Any, fds: Sequence[int] = ()) -> NsinitAnswer:  # one of its REQUESTS
         """Send a request with descriptors, which stay the caller's, and wait for its answer, which may be `Failed`.
         Cancelling closes the answer's descriptors.
 

@@ -77,7 +77,7 @@ class RunnerConnection:
 
     async def send_request(
         self, request: Any, *, fd: int | None = None
-    ) -> None:  # a member of runner.protocol.REQUESTS
+    ) -> None:  # a member of runner.wire.protocol.REQUESTS
         """Start a request; the connection is busy until its final frame was received. `fd` rides along and stays the
         caller's."""
         self.is_idle = False
@@ -159,7 +159,7 @@ class RunnerConnection:
                 self.is_idle = True
             return kind, body
 
-    async def receive_answer(self, *, deadline: float = math.inf) -> Any:  # a member of runner.protocol.ANSWERS
+    async def receive_answer(self, *, deadline: float = math.inf) -> Any:  # a member of runner.wire.protocol.ANSWERS
         """Return the message of the next frame, which must carry one; `Error` messages are returned, too."""
         kind, body = await self.receive(deadline=deadline)
         if kind not in (Kind.STARTED, Kind.REPLY, Kind.ERROR, Kind.EVENT):
@@ -282,7 +282,7 @@ def check_piece(body: bytes, what: str) -> None:
         raise RunnerProtocolError(f"an empty piece of {what}")
 
 
-def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protocol.ANSWERS
+def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.wire.protocol.ANSWERS
     """Return the message in the body of a STARTED, EVENT, REPLY or ERROR frame. Raises `RunnerProtocolError`."""
     try:
         message = ANSWERS.decode(body)
@@ -294,7 +294,7 @@ def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protoco
     return message
 
 
-def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
+def _check_message(message: Any) -> None:  # a dataclass of runner.wire.protocol
     """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
     for value in field_values(message):
         kind = type(value)  # most are small: to call a function costs more than the check

@@ -228,7 +228,7 @@ class Greeting:
     def __init__(self, run_dir: Path, request: Setup) -> None:
         self._run_dir, self._request = run_dir, request
         self._link: RunnerLink | None = None
-        self._answer: Any = None  # a member of runner.protocol.ANSWERS
+        self._answer: Any = None  # a member of runner.wire.protocol.ANSWERS
         self._early: trio.Event | None = None
 
     def begin(self, nursery: trio.Nursery) -> None:
@@ -268,7 +268,7 @@ class Greeting:
             is_over.set()
 
 
-async def _ask(link: RunnerLink, request: Setup | Hello) -> Any:  # a member of runner.protocol.ANSWERS
+async def _ask(link: RunnerLink, request: Setup | Hello) -> Any:  # a member of runner.wire.protocol.ANSWERS
     async with link.connection() as connection:
         await connection.send_request(request)
         return await connection.receive_answer()
