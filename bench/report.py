@@ -18,8 +18,8 @@ import attrs
 from bench import files, goals, images, protections
 from bench.peers import ASPECTS, OURS
 from bench.plots import cdf, plot
-from bench.sampling import difference_interval, interval, percentile, ratio_interval
-from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row, in_a_row
+from bench.sampling import difference_interval, in_a_row, interval, percentile, ratio_interval
+from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
 from sandkasten.host import examine
 
 BASES: Mapping[str, str] = {

@@ -65,6 +65,11 @@ class Table:
         row.values.append((time.perf_counter_ns() - began) / 1e6)
 
 
+def in_a_row(name: str) -> str:
+    """Return the name of a row whose samples come one behind another, and not in turn with those of others."""
+    return f"{name}, one behind another"
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile (nearest rank); NaN without values."""
     ordered = sorted(values)

@@ -34,7 +34,7 @@ from bench.images import images
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
 from bench.peers import Peer, RunningContainer, start_container
 from bench.protections import measure_protections
-from bench.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
+from bench.sampling import Row, Table, blocks, closed_loop, in_a_row, open_loop, percentile
 from bench.thousand import cpu_ns, measure_thousand
 from bench.ways_out import measure_ways_out
 from bench.websocket import ExecSocket, WebSocket
@@ -88,10 +88,6 @@ def burst_row(kind: str, size: int, which: str) -> str:
 
 def exec_row(name: str, way: str) -> str:
     return f"exec {name}, {way}"
-
-
-def in_a_row(name: str) -> str:
-    return f"{name}, one behind another"
 
 
 @attrs.define
@@ -340,7 +336,7 @@ async def execs(bench: Bench) -> None:
             works: dict[str, Callable[[], object]] = {
                 HEALTHZ: partial(client.call, "GET", "/healthz"),
                 "/bin/true": measure.run_true,
-                ECHO: partial(_echo, back),
+                ECHO: back.echo,
                 **{f"peer: {each.runtime} exec": each.exec for each in containers},
             }
             for name, (command, output) in _COMMANDS.items():
@@ -362,12 +358,6 @@ async def execs(bench: Bench) -> None:
                 for _ in bench.rounds([name], 200):  # caches are warm then, and no processor rests
                     await take_time(name, bench.table, in_a_row(name))
         bench.facts["daemon CPU per exec, builtin, HTTP, ms"] = _cpu_per_exec(bench)
-
-
-def _echo(back: WebSocket) -> None:
-    back.send("x" * 600)
-    if back.receive() != "x" * 600:
-        raise RuntimeError("a wrong echo")
 
 
 def _containers(bench: Bench, stack: ExitStack) -> Sequence[RunningContainer]:

@@ -65,6 +65,12 @@ class WebSocket:
             if opcode == _PING:
                 self._send_frame(_PONG, payload)
 
+    def echo(self) -> None:
+        """Have a short message sent back. Raises `RuntimeError`: another came."""
+        self.send("x" * 600)
+        if self.receive() != "x" * 600:
+            raise RuntimeError("a wrong echo")
+
     def _send_frame(self, opcode: int, data: bytes) -> None:
         length = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xfe" + len(data).to_bytes(2)
         if len(data) >= 65536:

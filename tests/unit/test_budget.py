@@ -209,7 +209,7 @@ def test_what_is_counted_is_the_sum_over_those_that_live() -> None:
 
 
 def test_a_daemon_that_is_almost_out_of_descriptors_admits_nobody() -> None:
-    """Whatever has them: connections of clients, ways out, previews. Sessions under way have not taken theirs yet."""
+    """Connections of clients, ways out and previews count; sessions under way have not taken theirs yet."""
     node = Node()
     budget = budget_of(node)
     node.descriptors = 64 + 2 * counters.FIRST_FDS
