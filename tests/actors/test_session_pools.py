@@ -72,6 +72,13 @@ async def until_ready(tree: ScriptedTree, count: int) -> None:
     await until(is_ready)
 
 
+async def until_all_ready(tree: ScriptedTree, *counts: int) -> None:
+    async def are_ready() -> bool:
+        return [each.ready for each in await tree.supervisor.pools()] == list(counts)
+
+    await until(are_ready)
+
+
 async def idle(tree: ScriptedTree) -> list[str]:
     """Return the ids of the members."""
     return sorted(each.id for each in await tree.supervisor.list(status=Status.POOL_IDLE))
@@ -230,6 +237,15 @@ async def test_a_pool_with_an_account_serves_creates_that_ask_for_it() -> None:
     async with open_pool(1, pool=pool) as tree:
         sources = [(await tree.supervisor.create(SessionSpec(account=each))).acquire_source for each in (None, "user")]
         assert sources == ["cold", "pool"]
+
+
+async def test_pools_of_one_image_serve_what_each_is_made_for() -> None:
+    """By an alias an image has a pool with an account and another without, whatever name a create uses."""
+    pool = PoolSettings(enabled=True, images={HOST: PoolSize(1), "python": PoolSize(1, account="user")})
+    async with open_scripted(pool=pool) as tree:
+        await until_all_ready(tree, 1, 1)
+        for image, account in ((HOST, "user"), ("python", None)):
+            assert (await tree.supervisor.create(SessionSpec(image=image, account=account))).acquire_source == "pool"
 
 
 async def test_an_alias_of_the_image_is_served_by_its_pool() -> None:
@@ -513,6 +529,50 @@ async def test_members_that_wait_are_frozen_and_a_claim_thaws_them(monkeypatch: 
         await until_ready(tree, 2)
 
 
+async def test_no_record_says_running_of_a_frozen_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is killed during a claim leaves a member, or a session that runs."""
+    monkeypatch.setattr(session_pools, "FREEZE_AFTER_S", 0.05)
+    async with open_pool(1) as tree:
+        (member,) = await idle(tree)
+        do, seen = tree.nsinit._do, list[str]()
+
+        async def look(request: Any, fds: Any) -> object:
+            if isinstance(request, protocol.SetFrozen) and not request.frozen:
+                await trio.sleep(0.1)
+                seen.append(rows(tree)[member])
+            return await do(request, fds)
+
+        async def is_frozen() -> bool:
+            return tree.nsinit.frozen == {member}
+
+        await until(is_frozen)
+        monkeypatch.setattr(tree.nsinit, "_do", look)
+        assert (await tree.supervisor.create(EVERYTHING)).id == member
+        assert seen == [Status.POOL_IDLE]
+
+
+async def test_a_member_that_is_being_built_makes_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A create is not refused for what nobody has."""
+    async with open_pool(1, server=ServerSettings(pool_sandboxes=0, max_sessions=1)) as tree:
+        build, has_begun, goes_on = tree.nsinit._do, trio.Event(), trio.Event()
+
+        async def hold(request: Any, fds: Any) -> object:
+            if isinstance(request, protocol.Build):
+                has_begun.set()
+                await goes_on.wait()
+            return await build(request, fds)
+
+        monkeypatch.setattr(tree.nsinit, "_do", hold)
+        await tree.supervisor.destroy((await tree.supervisor.create(EVERYTHING)).id)
+        await has_begun.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tree.supervisor.create, SessionSpec(user="root"))
+            await trio.sleep(0.05)
+            goes_on.set()
+        assert len(await tree.supervisor.list(status=Status.RUNNING)) == 1
+        assert (await pool_in(tree)).refill_failures == 0
+
+
 async def test_idle_members_make_room_for_creates(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each create that does not fit beside them. No refill takes the room back."""
     server = ServerSettings(pool_sandboxes=0, max_sessions=3)
@@ -617,6 +677,14 @@ async def test_members_are_adopted_by_the_next_daemon(restart: Restart) -> None:
         made = [await tree.supervisor.create(SessionSpec(env={"A": "1"})) for _ in range(3)]
         assert {each.acquire_source for each in made} == {"pool"}
         assert {each.acquire_detail for each in made} == {None}
+
+
+async def test_a_member_is_adopted_by_one_pool(restart: Restart) -> None:
+    """Where two pools want the same, the other makes its own."""
+    pools = PoolSettings(enabled=True, images={HOST: PoolSize(3), "python": PoolSize(2)})
+    async with restart.again(pool=pools) as tree:
+        await until_all_ready(tree, 3, 2)
+        assert set(restart.members) < set(await idle(tree))
 
 
 @pytest.mark.parametrize(

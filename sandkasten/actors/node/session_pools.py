@@ -143,10 +143,11 @@ class PoolMember:
 
     async def freeze(self) -> None:
         """Freeze the member, unless it is being claimed or dies."""
-        self.is_frozen = True
         try:
             await self.actor.ref.ask(Freeze())
+            self.is_frozen = True
         except SandkastenError as error:
+            self.idle_since = trio.current_time()  # it is tried again as late as the first time
             log.info("pool_member_not_frozen", extra={"session_id": self.session_id, "error": str(error)})
 
 
@@ -198,10 +199,10 @@ class SessionPool:
         self._members: list[PoolMember] = []
         self._image: Image | None = None
         """The image of that name when it was looked at last."""
-        self._coming = 0
-        """Members of an earlier daemon that are being adopted."""
+        self._coming: set[str] = set()
+        """Ids of members of an earlier daemon that are being adopted."""
         self._warming: list[SessionActor] = []
-        """Members whose process is not ready yet."""
+        """Members that are being built or adopted, or whose process is not ready yet."""
         self._claimed = self._refills = self._refill_failures = 0
         self._misses: Counter[str] = Counter()
         self._error: str | None = None
@@ -252,12 +253,21 @@ class SessionPool:
 
     # Claims -----------------------------------------------------------------------------------------------------
 
-    async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str:
-        """Make a member the session of a create; return the session, or the reason why there is none."""
+    def fits(self, spec: SessionSpec, resolved: Resolved) -> bool:
+        """Whether members are what a create asks for."""
         asked = settings_of(resolved)
         if self._warm is None and asked.warm is not None:  # a member without a process serves who would have one, too
             asked = attrs.evolve(asked, warm=None)
-        if spec.workspace_id is not None or asked != self._settings:
+        return spec.workspace_id is None and asked == self._settings
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """Of pools that fit, the greatest is claimed from: one with members, with a process, with many members."""
+        return bool(self._members), self._warm is not None, len(self._members)
+
+    async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str:
+        """Make a member the session of a create; return the session, or the reason why there is none."""
+        if not self.fits(spec, resolved):
             return self._miss(MISMATCH)
         self._refill.note_create()
         reason, tries = EMPTY, _TRIES
@@ -347,7 +357,7 @@ class SessionPool:
 
     def _lacks(self) -> bool:
         """Whether another member is wanted, be it in place of one that is too old."""
-        missing = self._refill.wanted - len(self._members) - self._coming
+        missing = self._refill.wanted - len(self._members) - len(self._coming)
         return missing > 0 or (missing == 0 and bool(self._old()))
 
     def _old(self) -> Sequence[PoolMember]:
@@ -366,7 +376,7 @@ class SessionPool:
         moments = [now + LOOK_EVERY_S]
         moments += [each.idle_since + FREEZE_AFTER_S for each in self._members if not each.is_frozen]
         if not self._lacks():
-            moments += [each.made_at + self._max_age_s for each in self._members]
+            moments += [end for each in self._members if (end := each.made_at + self._max_age_s) > now]
         elif self._due > now:
             moments.append(self._due)
         return min(moments)
@@ -408,13 +418,14 @@ class SessionPool:
         try:
             reserve.check(services.config.data_dir, services.config.disk)
             image = await services.images.ask(images_actor.Resolve(self._name))
+            if services.is_draining():  # since the question
+                return
             services.budget.admit(place, self._resolved.limits)
             try:
                 actor = services.start(self._resolved, image, digest_of(self._settings, image, self._warm))
             finally:
                 services.budget.release(place)  # counted under its id from here
-            await actor.ready.wait()
-            await self._warm_up(actor)
+            await self._have_ready(actor)
         except SandkastenError as error:
             self._note_failure(error)
             return
@@ -425,20 +436,28 @@ class SessionPool:
         self._metrics.pool_refills(self._name, "ok").inc()
         self._take(actor, image, made_at=now)
 
-    async def _warm_up(self, actor: SessionActor) -> None:
-        """Have the pool's process ready in a member. Ends the member, and raises, if the process does not become so."""
-        if self._warm is None:
-            return
+    async def _have_ready(self, actor: SessionActor) -> None:
+        """Wait for a member, and have the pool's process ready in it. Ends the member, and raises, if the process does
+        not become so. Raises `Capacity` if a create got its place meanwhile."""
         self._warming.append(actor)
+        failure: SandkastenError | None = None
+        is_built = False
         try:
-            await actor.ref.ask(WarmUp(self._warm))
+            await actor.ready.wait()
+            is_built = True
+            if self._warm is not None and actor in self._warming:
+                await actor.ref.ask(WarmUp(self._warm))
         except SandkastenError as error:
-            if actor not in self._warming:
-                raise Capacity("a create needed the member's place", resource="sessions") from error
-            self._services.start_task(self._end, actor, str(error))
-            raise
+            failure = error
         finally:
+            was_given_up = actor not in self._warming
             self._warming = [each for each in self._warming if each is not actor]
+        if was_given_up:
+            raise Capacity("a create needed the member's place", resource="sessions") from failure
+        if failure is not None:
+            if is_built:
+                self._services.start_task(self._end, actor, str(failure))
+            raise failure
 
     def _take(self, actor: SessionActor, image: Image, *, made_at: float) -> None:
         """Have a member ready, unless it has died before."""
@@ -465,7 +484,8 @@ class SessionPool:
         """Return those members of an earlier daemon that belong here, to be adopted and given to `receive`."""
         await self._look()
         mine = [each for each in records if self._is_like(each) and age_s(each) < self._max_age_s]
-        self._coming = len(mine := mine[: self._refill.size.size])
+        mine = mine[: self._refill.size.size]
+        self._coming = {each.session.id for each in mine}
         return mine
 
     def _is_like(self, record: SessionRecord) -> bool:
@@ -473,17 +493,19 @@ class SessionPool:
 
     async def receive(self, actor: SessionActor) -> bool:
         """Take a member of an earlier daemon as soon as it is adopted; return False if it belongs to another pool."""
-        image = self._image
-        if image is None or not self._is_like(actor.record):
+        if actor.session_id not in self._coming:
             return False
+        image = self._image
         try:
-            await actor.ready.wait()
-            await self._warm_up(actor)
+            await self._have_ready(actor)
+            if image is None or not self._is_like(actor.record):
+                self._services.start_task(self._end, actor, "its image was replaced or deleted")
+                return True
             self._take(actor, image, made_at=trio.current_time() - age_s(actor.record))
         except SandkastenError as error:
             log.warning("pool_member_not_adopted", extra={"session_id": actor.session_id, "error": str(error)})
         finally:
-            self._coming -= 1
+            self._coming.discard(actor.session_id)
             self._bell.set()
         return True
 
@@ -535,11 +557,13 @@ class SessionPools:
             InvalidRequest: PID 1 refused the environment.
             StoreFailed: the claim could not be recorded.
         """
-        for pool in self._pools:
-            if pool.is_of(resolved.image, image):
-                async with self._claims:
-                    return await pool.claim(spec, resolved, image, digest)
-        return None
+        mine = [pool for pool in self._pools if pool.is_of(resolved.image, image)]
+        if not mine:
+            return None
+        fitting = [pool for pool in mine if pool.fits(spec, resolved)]
+        pool = max(fitting or mine[:1], key=lambda each: each.rank)
+        async with self._claims:
+            return await pool.claim(spec, resolved, image, digest)
 
     async def give_up_one(self) -> bool:
         """End one member of the largest pool, for a create that does not fit beside all. Return False if there is
@@ -549,7 +573,11 @@ class SessionPools:
     async def wanted_members(self, records: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
         """Return those members of an earlier daemon that the configuration still asks for. They are to be adopted, and
         given to `receive`."""
-        return [record for pool in self._pools for record in await pool.wanted_members(records)]
+        wanted: dict[str, SessionRecord] = {}
+        for pool in self._pools:  # two may want the same: those of an image and its alias
+            mine = await pool.wanted_members([each for each in records if each.session.id not in wanted])
+            wanted.update({each.session.id: each for each in mine})
+        return list(wanted.values())
 
     async def receive(self, actor: SessionActor) -> None:
         """Have a member of an earlier daemon in its pool as soon as it is adopted."""

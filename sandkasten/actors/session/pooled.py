@@ -110,10 +110,10 @@ class Membership:
         failure: SandkastenError | None = None
         try:
             await self._previews.publish(claim.publish)
+            if self._is_frozen:  # before the record says `running`: a daemon that adopts such a session thaws nothing
+                await self.set_frozen(frozen=False)
             if not claim.env:
                 own.post(written)
-            if self._is_frozen:
-                await self.set_frozen(frozen=False)
             await hand_over(self._actor.link, claim.env)
             if self._process is not None and claim.env:
                 await self._process.input.send(_claim_line(claim.env))
