@@ -191,13 +191,13 @@ async def _say(field: Field, requests: dict[str, tuple[str, ...]]) -> Answers:
         return {**answers, "the right one": _ARRIVED if b"GET /right " in server.received else _ABSENT + " either"}
 
 
-@attempt("egress.second-request", "reach another host of the same server by a later request of a connection",
+@attempt("upstream.second-request", "reach another host of the same server by a later request of a connection",
          "domain fronting", (_ABSENT, _ARRIVED))  # fmt: skip
 async def name_another_host(field: Field) -> Answers:
     return await _say(field, _SECOND_REQUESTS)
 
 
-@attempt("egress.smuggling", "hide a request for another host in the body of an allowed one", "CWE-444",
+@attempt("upstream.smuggling", "hide a request for another host in the body of an allowed one", "CWE-444",
          (_ABSENT, _ARRIVED))  # fmt: skip
 async def smuggle(field: Field) -> Answers:
     return await _say(field, _SMUGGLED)
@@ -233,13 +233,13 @@ async def _measure(field: Field, session_id: str, server: _Recorder) -> str:
     return _IN_TIME if float(seconds) < _IN_TIME_S * field.patience else f"after {seconds} s"
 
 
-@attempt("egress.silent-server", "keep the process that carries connections waiting for answers that never come",
+@attempt("upstream.silent-server", "keep the process that carries connections waiting for answers that never come",
          "denial of service", (_IN_TIME,))  # fmt: skip
 async def wait_for_ever(field: Field) -> Answers:
     return await _crowd(field, [_request("/").encode()])
 
 
-@attempt("egress.crowd", "crowd the way out with connections that are idle, half closed, or half a request",
+@attempt("upstream.crowd", "crowd the way out with connections that are idle, half closed, or half a request",
          "denial of service", (_IN_TIME,))  # fmt: skip
 async def say_nothing(field: Field) -> Answers:
     return await _crowd(field, [b"", None, b"GET / HT", b"\x16\3\1"])
