@@ -35,8 +35,8 @@ def _only(beginnings: Collection[str]) -> str:
 
 
 LEFT_OUT = frozenset({"results", "upstream"})
-"""Classes that are left out: hundreds of commands, and crowds of connections, of which an emulated processor makes longer
-than of all the rest.
+"""Classes that are left out: hundreds of commands, and crowds of connections, which take an emulated processor longer
+than all the rest.
 """
 
 
