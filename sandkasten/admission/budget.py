@@ -69,7 +69,7 @@ _FIELDS = {"cpu": "cpu", "memory_bytes": "memory_mb", "pids": "pids", "disk_byte
 _MAX_RETRY_S = 30
 _LOOK_AGAIN_S = 5.0
 _FEEL_AGAIN_S = 0.05
-_FDS_RESERVED = 64
+_FDS_KEPT_FREE = 64
 """Descriptors that stay free for requests while no further session is admitted."""
 
 
@@ -188,7 +188,7 @@ class Budget:
 
     def _check_free(self, totals: Amounts, under_way: int) -> None:
         """Refuse while too little is free, counting admitted sessions that have not taken their part yet."""
-        settings, reserve = self._settings, _FDS_RESERVED
+        settings, reserve = self._settings, _FDS_KEPT_FREE
         descriptors = self._resources.free_descriptors()
         if descriptors is not None and descriptors - (under_way + 1) * node.FIRST_FDS < reserve:
             message = "this node has too few free descriptors"

@@ -84,6 +84,30 @@ async def idle(tree: ScriptedTree) -> list[str]:
     return sorted(each.id for each in await tree.supervisor.list(status=Status.POOL_IDLE))
 
 
+@attrs.define
+class HeldBuilds:
+    """Builds of sandboxes that wait for `goes_on`; `begun` are their sessions."""
+
+    begun: list[str] = attrs.field(factory=list)
+    has_begun: trio.Event = attrs.field(factory=trio.Event)
+    goes_on: trio.Event = attrs.field(factory=trio.Event)
+
+
+def hold_builds(tree: ScriptedTree, monkeypatch: pytest.MonkeyPatch) -> HeldBuilds:
+    """Have nsinit hold every build from now on."""
+    do, held = tree.nsinit._do, HeldBuilds()
+
+    async def hold(request: Any, fds: Any) -> object:
+        if isinstance(request, protocol.Build):
+            held.begun.append(request.plan.session_id)
+            held.has_begun.set()
+            await held.goes_on.wait()
+        return await do(request, fds)
+
+    monkeypatch.setattr(tree.nsinit, "_do", hold)
+    return held
+
+
 def rows(tree: ScriptedTree) -> dict[str, str]:
     """Return the status of every session in the database."""
     with closing(sqlite3.connect(tree.supervisor._config.db_path)) as database:
@@ -300,26 +324,16 @@ async def test_a_refill_waits_until_no_create_is_under_way(monkeypatch: pytest.M
     monkeypatch.setattr(session_pools, "_REST_S", 0.005)
     monkeypatch.setattr(session_pools, "_QUIET_S", 0.005)
     async with open_pool(1) as tree:
-        build, begun = tree.nsinit._do, list[str]()
-        has_begun, goes_on = trio.Event(), trio.Event()
-
-        async def hold(request: Any, fds: Any) -> object:
-            if isinstance(request, protocol.Build):
-                begun.append(request.plan.session_id)
-                has_begun.set()
-                await goes_on.wait()
-            return await build(request, fds)
-
-        monkeypatch.setattr(tree.nsinit, "_do", hold)
+        held = hold_builds(tree, monkeypatch)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tree.supervisor.create, SessionSpec(user="root"))
-            await has_begun.wait()
+            await held.has_begun.wait()
             assert (await tree.supervisor.create(EVERYTHING)).acquire_source == "pool"
             await trio.sleep(0.1)
-            assert len(begun) == 1
-            goes_on.set()
+            assert len(held.begun) == 1
+            held.goes_on.set()
         await until_ready(tree, 1)
-        assert len(begun) == 2
+        assert len(held.begun) == 2
 
 
 async def test_the_same_idempotency_key_gets_the_same_session() -> None:
@@ -554,21 +568,13 @@ async def test_no_record_says_running_of_a_frozen_session(monkeypatch: pytest.Mo
 async def test_a_member_that_is_being_built_makes_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A create is not refused for what nobody has."""
     async with open_pool(1, server=ServerSettings(pool_sandboxes=0, max_sessions=1)) as tree:
-        build, has_begun, goes_on = tree.nsinit._do, trio.Event(), trio.Event()
-
-        async def hold(request: Any, fds: Any) -> object:
-            if isinstance(request, protocol.Build):
-                has_begun.set()
-                await goes_on.wait()
-            return await build(request, fds)
-
-        monkeypatch.setattr(tree.nsinit, "_do", hold)
+        held = hold_builds(tree, monkeypatch)
         await tree.supervisor.destroy((await tree.supervisor.create(EVERYTHING)).id)
-        await has_begun.wait()
+        await held.has_begun.wait()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tree.supervisor.create, SessionSpec(user="root"))
             await trio.sleep(0.05)
-            goes_on.set()
+            held.goes_on.set()
         assert len(await tree.supervisor.list(status=Status.RUNNING)) == 1
         assert (await pool_in(tree)).refill_failures == 0
 

@@ -40,8 +40,19 @@ _OWN_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 _NEVER_GIVEN = ("198.18.1.0:80", "198.18.77.77:443", "198.19.255.254:22", "198.18.0.1:61080")
 """Addresses that stand for names, of other sessions' perhaps; the last is the listener of the way out."""
 
-_TOOLS = """
-import errno, json, os, socket, struct, sys, threading, time
+AT_ONCE = """
+import threading
+def at_once(work, arguments):
+    threads = [threading.Thread(target=work, args=each) for each in arguments]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+"""
+"""Text of `at_once`, for programs in a sandbox, which calls `work` with all of the arguments, each in a thread."""
+
+TOOLS = """
+import errno, json, os, socket, struct, sys, time
 RESOLVER = ("198.18.0.1", 53)
 def question(name, kind=1):
     labels = b"".join(bytes([len(each)]) + each for each in name.encode().split(b"."))
@@ -63,7 +74,8 @@ def code(name, seconds=4):
         return type(error).__name__
 """
 _REACH = (
-    _TOOLS
+    TOOLS
+    + AT_ONCE
     + """
 def reach(target):
     host, _, port = target.rpartition(":")
@@ -78,15 +90,11 @@ def reach(target):
             client.recv(64)
     except OSError:
         pass
-threads = [threading.Thread(target=reach, args=(each,)) for each in sys.argv[1:]]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
+at_once(reach, [(each,) for each in sys.argv[1:]])
 """
 )
 _CRAFT = (
-    _TOOLS
+    TOOLS
     + """
 head = struct.pack("!6H", 7, 0x0100, 1, 0, 0, 0)
 end = b"\\0\\0\\1\\0\\1"
@@ -114,7 +122,7 @@ print(said)
 """
 )
 _FLOOD = (
-    _TOOLS
+    TOOLS
     + """
 streams, ends = [], time.monotonic() + 6
 print("flooding", flush=True)
@@ -198,8 +206,8 @@ _NODE_IN_DISGUISE = (
 )
 """Ways to write the loopback, some of which are none."""
 
-_SAY_FIRST = """
-import json, socket, sys, threading
+_SAY_FIRST = f"""{AT_ONCE}
+import json, socket, sys
 def say(address, data):
     try:
         with socket.create_connection((address, 443), timeout=20) as client:
@@ -207,11 +215,7 @@ def say(address, data):
             client.recv(1)
     except OSError:
         pass
-threads = [threading.Thread(target=say, args=each) for each in json.loads(sys.argv[1]).items()]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
+at_once(say, json.loads(sys.argv[1]).items())
 """
 
 _TAKE_ALL = """
@@ -330,7 +334,7 @@ def not_permitted(field: Field, addresses: Collection[str]) -> list[str]:
 
 async def _ask_other(field: Field, session_id: str) -> str:
     """Return what another session's question is answered with."""
-    result = await field.python(session_id, f"{_TOOLS}print(code('other.example', 8))", timeout_s=15)
+    result = await field.python(session_id, f"{TOOLS}print(code('other.example', 8))", timeout_s=15)
     return result.stdout.decode().strip() or result.stderr[-60:].decode(errors="replace")
 
 
@@ -421,7 +425,7 @@ async def reach_unruled(field: Field) -> Answers:
     ruled = Network(NetworkMode.ALLOW, allow=["never.example"])
     async with field.session(network=Network(NetworkMode.ASK)) as other, field.session(network=ruled) as session_id:
         given = f"{place_of('neighbour.example')}:80"
-        answer = await field.python(other, f"{_TOOLS}print(socket.inet_ntoa(ask('neighbour.example')[-4:]), end=':80')")
+        answer = await field.python(other, f"{TOOLS}print(socket.inet_ntoa(ask('neighbour.example')[-4:]), end=':80')")
         found = await _reach(field, session_id, [given, *_NEVER_GIVEN, "10.0.0.1:80", "127.0.0.53.example:80"])
         return found if answer.stdout.decode() == given else {**found, given: "the neighbour has no such address"}
 

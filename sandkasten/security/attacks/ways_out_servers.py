@@ -21,6 +21,7 @@ import trio
 from sandkasten.app import open_supervisor
 from sandkasten.model.network import Network, NetworkMode
 from sandkasten.security.attacks.field import Field
+from sandkasten.security.attacks.ways_out import AT_ONCE, TOOLS
 from sandkasten.security.probes.attempt import Answers, NotApplicable, attempt, collect
 
 _NAME = "localhost"
@@ -29,18 +30,15 @@ _IN_TIME_S = 3.0
 _IN_TIME, _MANY = "in time", 200
 _ARRIVED, _ABSENT, _GOT = "arrived", "never came", "the server got it"
 
-_CONNECT = """
-import json, socket, struct, sys, time
+_CONNECT = f"""{TOOLS}
+import functools
+@functools.cache
+def address():
+    return socket.inet_ntoa(ask("{_NAME}", 20)[-4:])
 def connect(port, seconds=20):
-    question = struct.pack("!6H", 7, 0x0100, 1, 0, 0, 0) + b"\\x09localhost\\0\\0\\1\\0\\1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.settimeout(seconds)
-        client.sendto(question, ("198.18.0.1", 53))
-        address = socket.inet_ntoa(client.recv(2048)[-4:])
-    return socket.create_connection((address, port), timeout=seconds)
+    return socket.create_connection((address(), port), timeout=seconds)
 """
-_SAY = """
-import threading
+_SAY = f"""{AT_ONCE}
 def say(pieces):
     try:
         with connect(PORT) as client:
@@ -52,11 +50,7 @@ def say(pieces):
                 pass
     except OSError:
         pass
-threads = [threading.Thread(target=say, args=(each,)) for each in json.loads(TEXT)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
+at_once(say, [(each,) for each in json.loads(TEXT)])
 """
 _CROWD = """
 held = []
