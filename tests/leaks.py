@@ -12,7 +12,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from tests.waiting import patience
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.02
 _OURS = "sandkasten"
+_HELPER = "nsinit-"
+"""Beginning of the names of nsinit's helpers."""
 _CHECKOUT = Path(__file__).parents[1]
 
 
@@ -49,11 +51,21 @@ class Snapshot:
             directories=frozenset(_directories(ground)),
         )
 
+    def new(self, processes: Collection[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return those that were not there then, but for helpers of an nsinit that was: it forks another one for each
+        that dies, or that a loaded machine kept from its deadline.
+        """
+        known = {pid for pid, _name in self.processes}  # a process that was just forked may take another name
+        return [
+            (pid, name)
+            for pid, name in processes
+            if pid not in known and not (name.startswith(_HELPER) and (status := _status(pid)) and status[2] in known)
+        ]
+
     def difference(self) -> list[str]:
         """Return what is there now and was not then, one sentence each."""
         now = Snapshot.take(self.ground)
-        known = {pid for pid, _name in self.processes}  # a process that was just forked may take another name
-        new = [(pid, name) for pid, name in now.processes if pid not in known]
+        new = self.new(now.processes)
         return [
             *(f"mount: {each}" for each in sorted(now.mounts - self.mounts)),
             *(f"cgroup: {each}" for each in sorted(now.cgroups - self.cgroups)),
@@ -77,11 +89,10 @@ class Snapshot:
 
 def clean_up(before: Snapshot) -> None:
     """Kill the processes and remove the cgroups that were left since `before`."""
-    known = {pid for pid, _ in before.processes}
     deadline = time.monotonic() + patience(_PATIENCE_S)
     while time.monotonic() < deadline:
-        processes = {pid for pid, _ in descendants(os.getpid())} - known
-        for pid in processes:
+        processes = before.new(descendants(os.getpid()))
+        for pid, _ in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
@@ -111,7 +122,7 @@ def _walk(root: int) -> set[tuple[int, str]]:
     while queue:
         for child in children(queue.pop()):
             if (process := _status(child)) is not None:
-                name, state = process
+                name, state, _ = process
                 if state not in "ZX":
                     found.add((child, name))
                 queue.append(child)
@@ -136,14 +147,15 @@ def children(pid: int) -> set[int]:
     return found
 
 
-def _status(pid: int) -> tuple[str, str] | None:
-    """Return name and state of a process, None if it is gone."""
+def _status(pid: int) -> tuple[str, str, int] | None:
+    """Return name, state and parent of a process, None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             stat = file.read()
     except OSError:
         return None
-    return stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2]
+    state, parent, *_ = stat[stat.rindex(")") + 1 :].split()
+    return stat[stat.index("(") + 1 : stat.rindex(")")], state, int(parent)
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:

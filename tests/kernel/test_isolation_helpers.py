@@ -42,6 +42,8 @@ from nsinit.wire.protocol import (
     SetLimits,
     Teardown,
 )
+from tests import leaks
+from tests.ground import Ground
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
 INIT = "sandkasten-init"
@@ -196,13 +198,15 @@ def test_helpers_live_where_nsinit_lives(server: Nsinit) -> None:
         assert "/" in directories
 
 
-def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
-    """The build ends with a reason and leaves nothing; new builders take over."""
+def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit, ground: Ground) -> None:
+    """The build ends with a reason and leaves nothing; new builders take over, which the leak check knows."""
+    before = leaks.Snapshot.take(ground)
     builders, plan = server.helpers(BUILDER), host_plan()
     assert _fail_while_stopped(server, builders, plan).stage == "builder"
     wait_until(lambda: len(server.helpers(BUILDER)) == len(builders), "the builders were replaced")
     assert not server.helpers(BUILDER) & builders
     _assert_all_is_well(server, plan)
+    assert [each for each in before.difference() if each.startswith("process")] == []
 
 
 def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandbox(server: Nsinit) -> None:
