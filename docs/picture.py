@@ -2,7 +2,7 @@
 
 One box for each package, one arrow for each import of another package that no longer path already shows (the
 transitive reduction), highest first. The drawing is Mermaid, between two marks in the page. `--check` writes nothing
-and fails when the page shows something else; `tests/contract/test_picture.py` calls that. Raises `graphlib.CycleError`
+and fails when the page shows something else; `tests/contract/test_written_docs.py` calls that. Raises `graphlib.CycleError`
 where packages import each other in a circle.
 """
 
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- picture: begin -->\n", "<!-- picture: end -->\n"
 
 DOMAINS = {
-    "sandkasten": "sandkasten: the daemon",
+    "sandkasten": "sandkasten: the daemon, its command line, clients",
     "nsinit": "nsinit: privileged",
     "runner": "runner: PID 1 inside",
     "egress": "egress: the way out",

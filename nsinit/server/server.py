@@ -149,6 +149,8 @@ class RequestLoop:
             request = REQUESTS.decode(data)
         except ProtocolError as error:
             log("error", "bad request", reason=str(error))
+            for fd in fds:
+                os.close(fd)
             self._is_open = False
             return
         self._unanswered += 1

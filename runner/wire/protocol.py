@@ -85,9 +85,7 @@ PROTOCOL_VERSION = 6
 """Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
 ask of it only what its version knows."""
 
-OLDEST_VERSION = 2
-KEPT_RUNS_VERSION = 3
-"""First version with tickets, by which runs outlive their connection."""
+OLDEST_VERSION = 3
 FILES_VERSION = 5
 """First version that takes every `FileRequest` in a sandbox with programs."""
 MERGED_VERSION = 5

@@ -3,7 +3,7 @@
     supervisor     one_for_one; children start in this order and stop in reverse
     ├── store      the one SQLite writer
     ├── events     the journal's way to disk
-    ├── spool      output and records of runs
+    ├── output     output and records of runs
     ├── nsinit     the one connection to the privileged process
     ├── broker     the process that has the secrets
     ├── egress     the process that carries the connections of sessions
@@ -15,6 +15,7 @@
     ├── reaper     sweeps leftovers every minute
     ├── uploads    removes part files that nobody goes on with
     ├── pulse      measures how late the event loop is
+    ├── history    samples the use of each session
     └── …          children of the caller (the HTTP front)
 
 `LocalSupervisor` is the interface. Sessions and the node are here, runs and terminals in `tree_work.py`, workspaces in

@@ -103,7 +103,6 @@ class Daemon:
             keep=keep,
             denials=SessionDenials(EgressLogs(), SESSION),
         )
-        self.runs.persistence.note_version(gives_tickets=True)
         self.adoption = RunAdoption(self, self.runs, keep, output, on_terminal=self._no_terminal)  # type: ignore[arg-type]
 
     def start_task(self, work: Callable[..., Awaitable[object]], *args: object) -> None:

@@ -242,23 +242,6 @@ async def wait_ended_again(supervisor: LocalSupervisor, session_id: str, exec_id
     return info.end.exit_code
 
 
-async def test_an_init_of_an_older_version_loses_its_runs_by_name(
-    config: Config, keeping: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A runner too old to keep runs: each run ends with the cause `daemon_restarted`, and the session and its shell go
-    on.
-    """
-    monkeypatch.setattr(protocol, "KEPT_RUNS_VERSION", protocol.PROTOCOL_VERSION + 1)
-    async with open_supervisor(keeping) as supervisor:
-        session = await supervisor.create(SessionSpec())
-        await supervisor.exec(session.id, ExecSpec("x=kept"))
-        await begin(supervisor, session.id, WAITING)
-    async with open_supervisor(config) as supervisor:
-        assert await wait_ended(supervisor, session.id, "waiting") is Cause.DAEMON_RESTARTED
-        assert (await supervisor.read_output(session.id, "waiting")).data == b"one\n"
-        assert (await supervisor.exec(session.id, ExecSpec("echo $x"))).stdout == b"kept\n"
-
-
 def listing(*entries: RunEntry) -> bytes:
     """Return the messages of a runner that answers the first two requests of an adoption."""
     answers = (HelloReply("/bin/bash", "/workspace", version=protocol.PROTOCOL_VERSION), RunList(entries, more=False))

@@ -8,25 +8,49 @@ from dataclasses import replace
 
 import pytest
 
+from nsinit.server.requests import TABLE
 from nsinit.wire.launching import Grant, NotGranted, describe_profiles, parse_grant
 from nsinit.wire.protocol import (
     FILES_LIMITS,
+    Adopt,
+    AskDisk,
+    AskQuota,
     Build,
+    CloseBridge,
+    CollectLayers,
     DeleteImage,
+    DiscardWorkspace,
     DiskLimits,
+    FindLeftovers,
+    FindOomKills,
     GrowWorkspace,
     Limits,
+    ListWorkspaces,
+    MakeRunCgroup,
     MakeWorkspace,
     MountImage,
     OpenBridge,
     OpenNetwork,
+    OpenSockets,
     PackLayer,
+    PackSession,
     Prepare,
+    PublishImage,
+    PublishWorkspace,
+    RemoveLeftover,
+    RemoveRunCgroup,
     SandboxPlan,
+    Scan,
     SeccompProfile,
     SeccompRule,
     SetDisk,
+    SetFrozen,
     SetLimits,
+    StopProcesses,
+    SyncWorkspace,
+    Teardown,
+    TrustAuthority,
+    UnpackLayer,
 )
 from nsinit.wire.validate import InvalidName
 from sandkasten.cli.privilege import allowance_of
@@ -112,22 +136,36 @@ def test_a_grant_bounds_every_part_of_a_plan(what: str, plan: SandboxPlan) -> No
             ALLOWANCE.check(request)
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        Prepare(1, "a" * 24, Limits(1 << 31, 2, 1000)),
-        Prepare(1, "a" * 24, Limits(1 << 30, 2, 1000), DiskLimits(1 << 31, 300)),
-        SetLimits(1, "a" * 24, Limits(1 << 30, 1000, 1000)),
-        SetDisk(1, "a" * 24, DiskLimits(1 << 31, 300)),
-        MakeWorkspace(1, "work", quota=DiskLimits(1 << 31, 300)),
-        GrowWorkspace(1, "work", 1 << 31),
-        OpenNetwork(1, "a" * 24),
-        OpenBridge(1, "a" * 24),
-        DeleteImage(1, "image"),
-        PackLayer(1, "sha256:" + "0" * 64, 1, 1),
-    ],
-    ids=lambda request: type(request).__name__,
-)
+BEYOND = [
+    Prepare(1, "a" * 24, Limits(1 << 31, 2, 1000)),
+    Prepare(1, "a" * 24, Limits(1 << 30, 2, 1000), DiskLimits(1 << 31, 300)),
+    SetLimits(1, "a" * 24, Limits(1 << 30, 1000, 1000)),
+    SetDisk(1, "a" * 24, DiskLimits(1 << 31, 300)),
+    MakeWorkspace(1, "work", quota=DiskLimits(1 << 31, 300)),
+    GrowWorkspace(1, "work", 1 << 31),
+    OpenNetwork(1, "a" * 24),
+    OpenBridge(1, "a" * 24),
+    DeleteImage(1, "image"),
+    PackLayer(1, "sha256:" + "0" * 64, 1, 1),
+    PublishImage(1, "image", ()),
+    TrustAuthority(1, "a" * 24, b""),
+]
+UNBOUND = {
+    *(StopProcesses, Teardown, SetFrozen, Adopt, Scan, AskDisk, FindOomKills, MakeRunCgroup, RemoveRunCgroup),
+    *(OpenSockets, CloseBridge, PublishWorkspace, SyncWorkspace, DiscardWorkspace, AskQuota, ListWorkspaces),
+    *(FindLeftovers, RemoveLeftover, UnpackLayer, PackSession, CollectLayers),
+}
+"""Requests that no configuration bounds: about what the daemon has already, or for the store alone."""
+
+
+def test_each_request_is_bounded_or_needs_no_bound() -> None:
+    """Who adds a request decides."""
+    bound = {type(each) for each in BEYOND} | {Build, MountImage}
+    assert bound | UNBOUND == set(TABLE)
+    assert not bound & UNBOUND
+
+
+@pytest.mark.parametrize("request_", BEYOND, ids=lambda request: type(request).__name__)
 def test_a_grant_bounds_every_request(request_: object) -> None:
     """Blank sandboxes, changes of limits, workspaces, ways out, images and their layers."""
     with pytest.raises(NotGranted):

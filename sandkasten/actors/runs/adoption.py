@@ -81,7 +81,7 @@ class RunAdoption:
 
     async def resume(self) -> None:
         """Go on with the runs that PID 1 has, and end the others. Raises `RunnerLost`, `RunnerProtocolError`."""
-        entries = await self._list() if self._runs.persistence.gives_tickets else ()
+        entries = await self._list()
         incomplete = self._runs.persistence.incomplete
         listed = [entry.exec_id for entry in entries if entry.has_ended and entry.exec_id in incomplete]
         for exec_id in incomplete.keys() - set(listed):

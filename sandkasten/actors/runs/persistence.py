@@ -228,18 +228,8 @@ class RunPersistence(RunObserver):
         self._is_due = self._is_queued = self._is_working = False
         self._must_tell = False
         self._written = trio.Event()
-        self._gives_tickets = False
         self._is_reachable = True
         output.describe_with(self._describe)
-
-    @property
-    def gives_tickets(self) -> bool:
-        """Whether PID 1 keeps runs for the next daemon."""
-        return self._gives_tickets
-
-    def note_version(self, *, gives_tickets: bool) -> None:
-        """Note whether PID 1's version of the protocol has tickets."""
-        self._gives_tickets = gives_tickets
 
     def note_pause(self, *, is_paused: bool) -> None:
         """Note a pause or its end. PID 1 of a paused session can't answer, so output that it alone holds is written."""
@@ -249,8 +239,6 @@ class RunPersistence(RunObserver):
 
     def ticket(self, run: Run) -> str:
         """Return the ticket of a run: its sealed facts. PID 1 keeps the ticket and shows it to the next daemon."""
-        if not self._gives_tickets:
-            return ""
         facts = facts_to_json(facts_of(run, self._readings_of(run)))
         if run.exec_id in self._due:
             self._facts[run.exec_id] = facts
@@ -429,7 +417,7 @@ class RunPersistence(RunObserver):
 
     def _lends(self) -> bool:
         """Whether PID 1 can be relied on to keep the output of the runs that have ended."""
-        if not (self._gives_tickets and self._is_reachable) or len(self._ended) > LOAN_RUNS:
+        if not self._is_reachable or len(self._ended) > LOAN_RUNS:
             return False
         runs = (*self._active, *self._ended.values())
         return sum(min(run.output_bytes, protocol.KEPT_RUN_BYTES) for run in runs) <= LOAN_BYTES
@@ -443,7 +431,7 @@ class RunPersistence(RunObserver):
 
     async def _tell_runner(self) -> None:
         """Let PID 1 forget the runs that it need not keep. After an error, those that are left are told later."""
-        while self._has_to_tell and self._gives_tickets and self._is_reachable:
+        while self._has_to_tell and self._is_reachable:
             exec_ids = tuple(islice(self._unwanted, _FORGET_AT_ONCE))
             try:
                 await self._host.ask_runner(protocol.ForgetRuns(exec_ids), protocol.Done)

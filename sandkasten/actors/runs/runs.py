@@ -323,7 +323,7 @@ class Runs(RunObserver):
         goes_on = False
         if not run.has_ended:
             cause = self._host.cause_of_stop
-            goes_on = cause is Cause.DAEMON_RESTARTED and self.persistence.gives_tickets and run.has_begun
+            goes_on = cause is Cause.DAEMON_RESTARTED and run.has_begun
             if goes_on:
                 run.fail(ShuttingDown("the daemon stops; the run goes on, and the next daemon knows it by its id"))
             else:

@@ -342,7 +342,6 @@ class SessionActor(Actor):
             raise SandboxError("a member of a pool that was being claimed when the daemon ended")
         self._own.change(cwd=hello.cwd)
         self._runs.shells.adopt(hello)
-        self._runs.persistence.note_version(gives_tickets=hello.version >= runner_protocol.KEPT_RUNS_VERSION)
 
     async def greet_again(self) -> None:
         """Ask PID 1 of a sandbox that this daemon did not make for its shells and runs, and go on with them."""
