@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,15 @@ def test_every_kind_of_change_has_an_example() -> None:
         "nsinit/server/requests.py",
         "sandkasten/host/checks.py",
     }
+
+
+def test_every_dependency_has_its_reason() -> None:
+    """The record of packages names each that `pyproject.toml` does."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
+    names = {match.group() for each in wanted if (match := re.match(r"[\w.-]+", each))}
+    record = (ROOT / "docs" / "adr" / "0010-packages.md").read_text()
+    rows = {
+        name.strip() for row in re.findall(r"^\| (.*?) \|", record, re.MULTILINE) for name in re.split(r"[,;(]", row)
+    }
+    assert names - rows == set()

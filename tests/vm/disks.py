@@ -55,7 +55,7 @@ def boot_parts() -> Iterator[Path]:
     Any number of machines may run from it at once: none writes to it, and it is not made anew while one runs.
     """
     suite = debian.codename()
-    version = _version(suite)
+    version = disk_version(suite, Path(sysconfig.get_path("purelib")))
     with (debian.cache_dir() / f"machine-{suite}.lock").open("w") as lock:
         directory = debian.cache_dir() / f"machine-{suite}"
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -92,9 +92,10 @@ def make_quota_disk(path: Path) -> None:
         _make_disk(path, Path(scratch), megabytes=2048, features=("quota", "project"))
 
 
-def _version(suite: str) -> str:
+def disk_version(suite: str, packages: Path) -> str:
+    """Return what a disk is made from: it is used again as long as this stays the same."""
     content = b"".join(path.read_bytes() for path in sorted(GUEST.iterdir()))
-    content += installed(Path(sysconfig.get_path("purelib")))
+    content += installed(packages)
     return f"{suite} {sys.version_info[:2]} {_RECIPE} {hashlib.sha256(content).hexdigest()}"
 
 
