@@ -166,7 +166,7 @@ async def test_a_crowd_that_never_forms_ends_with_its_program(config: Config) ->
 def test_a_machine_without_the_name_has_no_attempts_by_it(data_dir: Path, tmp_path: Path) -> None:
     """Where hosts(5) lacks `localhost`, as in the least of Debian, attempts by that name are not applicable."""
     (tmp_path / "nsswitch").write_text("hosts: files\n")
-    program = f"mount --bind /dev/null /etc/hosts; mount --bind {tmp_path}/nsswitch /etc/nsswitch.conf; exec \"$@\""
+    program = f'mount --bind /dev/null /etc/hosts; mount --bind {tmp_path}/nsswitch /etc/nsswitch.conf; exec "$@"'
     command = ["unshare", "--mount", "sh", "-ec", program, "sh", sys.executable, "-m", "sandkasten", "security"]
     command += ["--attack", "--user", "sandbox", "--only", "upstream.", "--data-dir", str(data_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
