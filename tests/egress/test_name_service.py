@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from ipaddress import ip_address
@@ -10,6 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from egress import protocol as p
 from egress import resolver, way_out
 from egress.names import RANGE
 from egress.resolver import LookupFailed, LookupShare, NameResolver, NoSuchName
@@ -66,6 +68,19 @@ async def test_a_name_that_does_not_exist_outside_does_not_inside() -> None:
         answer = await inside.ask("nobody.example")
         assert (answer.code, answer.extended) == (3, None)
         assert daemon.entries == []
+
+
+async def test_a_question_that_has_come_is_answered_before_the_end() -> None:
+    """A way out that is to end at the same moment still answers for a name that is known: the question was taken from
+    the socket, where the process that follows does not find it any more."""
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("good.example")
+        address = await inside.address_of("good.example")
+        with inside.socket(socket.SOCK_DGRAM) as sock:
+            await sock.connect(("198.18.0.1", 53))
+            os.write(sock.fileno(), question("good.example"))
+            await daemon.done(lambda seq: p.DetachSession(seq, "s-1"))
+            assert Answer(os.read(sock.fileno(), 4096)).address == address
 
 
 async def test_every_name_server_is_ours() -> None:

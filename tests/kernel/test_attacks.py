@@ -152,6 +152,27 @@ async def test_with_the_node_permitted_its_listeners_are_reached(config: Config)
     assert other.verdict == HELD, other.seen
 
 
+async def test_a_crowd_that_never_forms_ends_with_its_program(config: Config) -> None:
+    """Where an operator denies the name that leads to the attack's server, the attempt says so, and does not wait for
+    connections that can't come."""
+    denied = attrs.evolve(config, egress=EgressSettings(always_deny=("localhost",)))
+    async with open_field(denied, patience=100) as field:
+        with trio.fail_after(patience(20)):
+            (made,) = await make_all(field, choose(["upstream.crowd"]), users=("sandbox",), report=lambda _result: None)
+    assert made.is_broken
+    assert "a crowd of 0 that has ended proves nothing: the way out gives localhost no address: code 3" in made.seen
+
+
+def test_a_machine_without_the_name_has_no_attempts_by_it(data_dir: Path, tmp_path: Path) -> None:
+    """Where hosts(5) lacks `localhost`, as in the least of Debian, attempts by that name are not applicable."""
+    (tmp_path / "nsswitch").write_text("hosts: files\n")
+    program = f'mount --bind /dev/null /etc/hosts; mount --bind {tmp_path}/nsswitch /etc/nsswitch.conf; exec "$@"'
+    command = ["unshare", "--mount", "sh", "-ec", program, "sh", sys.executable, "-m", "sandkasten", "security"]
+    command += ["--attack", "--user", "sandbox", "--only", "upstream.", "--data-dir", str(data_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
+    assert re.search(r"^4 attempts in .*: 4 not applicable$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+
+
 def test_an_answer_that_nobody_expected_is_no_hold() -> None:
     """An unexpected answer does not count as held, nor does a missing one."""
     assert judge(("EPERM",), {"a": "EPERM"}).verdict == HELD

@@ -9,6 +9,7 @@ Sources: RFC 9110, 7.2; RFC 9112, 3.2, 6.1 and 6.3.
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,7 +35,10 @@ _CONNECT = f"""{TOOLS}
 import functools
 @functools.cache
 def address():
-    return socket.inet_ntoa(ask("{_NAME}", 20)[-4:])
+    answer = ask("{_NAME}", 20)
+    if answer[6:8] == b"\\0\\0":
+        sys.exit("the way out gives {_NAME} no address: code %d" % (answer[3] & 15))
+    return socket.inet_ntoa(answer[-4:])
 def connect(port, seconds=20):
     return socket.create_connection((address(), port), timeout=seconds)
 """
@@ -53,6 +57,7 @@ def say(pieces):
 at_once(say, [(each,) for each in json.loads(TEXT)])
 """
 _CROWD = """
+import signal
 held = []
 for number in range(400):
     try:
@@ -64,7 +69,7 @@ for number in range(400):
         held.append(client)
     except OSError:  # beyond the limit
         break
-time.sleep(60)
+signal.pause()
 """
 _MEASURE = """
 began = time.monotonic()
@@ -151,6 +156,10 @@ async def _reaching(field: Field) -> AsyncIterator[tuple[Field, _Recorder, _Reco
     """Yield a field whose sessions may reach two servers of the node: one that answers, and a silent one."""
     if os.geteuid() != 0 or field.config.egress.upstream_proxy:
         raise NotApplicable("this attack has a server at the loopback, which root permits on a node without a proxy")
+    try:
+        await trio.socket.getaddrinfo(_NAME, None, family=socket.AF_INET)
+    except OSError as error:
+        raise NotApplicable(f"this attack needs {_NAME} in /etc/hosts: {error}") from None
     answering, silent = _Recorder(is_silent=False), _Recorder(is_silent=True)
     with tempfile.TemporaryDirectory(prefix="permitted-", dir=field.outside.parent) as directory:
         permit = (*field.config.egress.permit, "127.0.0.1/32")
@@ -206,12 +215,16 @@ async def _crowd(field: Field, sent: Sequence[bytes | None]) -> Answers:
         reaching.session(network=_to(server)) as other,
         trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(reaching.python, attacker, f"{_CONNECT}PORT, SENT = {silent.port}, {sent!r}\n{_CROWD}")
-        with trio.move_on_after(8 * field.patience):
-            while silent.connections < _MANY:  # noqa: ASYNC110 - a session holds as many as it gets
-                await trio.sleep(0.05)
-        if silent.connections < _MANY:
-            raise RuntimeError(f"a crowd of {silent.connections} proves nothing")
+
+        async def hold() -> None:
+            program = f"{_CONNECT}PORT, SENT = {silent.port}, {sent!r}\n{_CROWD}"
+            ended = await reaching.python(attacker, program)
+            why = ended.stderr[-80:].decode(errors="replace").strip() or ended.end.cause
+            raise RuntimeError(f"a crowd of {silent.connections} that has ended proves nothing: {why}")
+
+        nursery.start_soon(hold)
+        while silent.connections < _MANY:  # noqa: ASYNC110 - a session holds as many as it gets
+            await trio.sleep(0.05)
         answers = {turn: await _measure(reaching, other, server) for turn in ("first", "second", "third")}
         with trio.move_on_after(_IN_TIME_S * field.patience) as daemon:
             await reaching.run(other, "true")
