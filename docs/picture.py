@@ -2,8 +2,8 @@
 
 One box for each package, one arrow for each import of another package that no longer path already shows (the
 transitive reduction), highest first. The drawing is Mermaid, between two marks in the page. `--check` writes nothing
-and fails when the page shows something else; `tests/contract/test_written_docs.py` calls that. Raises `graphlib.CycleError`
-where packages import each other in a circle.
+and fails when the page shows something else; `tests/contract/test_written_docs.py` calls that. Raises
+`graphlib.CycleError` where packages import each other in a circle.
 """
 
 from __future__ import annotations

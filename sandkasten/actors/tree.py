@@ -771,8 +771,7 @@ async def _check(ref: Ref, message: Ask[R]) -> str:
             await ref.ask(message)
         except SandkastenError as error:
             return str(error)
-        else:
-            return "ok"
+        return "ok"
     return "does not answer"
 
 

@@ -11,6 +11,7 @@ import trio.testing
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Output, Stream, Usage
 from sandkasten.output.store import OutputStore, SessionOutput
+from tests.waiting import patience
 
 END = ExecEnd("a", 0, None, Cause.EXITED, "/", 1, None, shell_restarted=False, usage=Usage())
 
@@ -109,7 +110,7 @@ async def test_a_waiter_has_its_answer_when_an_observer_fails(tmp_path: Path) ->
     run = join(OutputStore(tmp_path).session("s"), "a", Faulty())
     with pytest.raises(RuntimeError, match="an observer's fault"):
         run.finish(END)
-    with trio.fail_after(1):
+    with trio.fail_after(patience(1)):
         assert await run.ended.wait() == END
 
 

@@ -174,7 +174,7 @@ async def test_a_quick_run_comes_in_one_piece(monkeypatch: pytest.MonkeyPatch) -
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
         await read_until(stream, b'"hello"')
         await stream.send_all(client_frame(1, b'{"type":"start","id":1,"cmd":"x"}'))
-        with trio.fail_after(PATIENCE_S / 2):
+        with trio.fail_after(patience(PATIENCE_S / 2)):
             data = await stream.receive_some(64 * KIB)
     assert [mark in data for mark in (b'"started"', b"hi", b"ho", b'"exit"')] == [True] * 4
 
@@ -286,7 +286,7 @@ async def test_many_clients_that_do_not_read_cost_a_bounded_amount() -> None:
             stream = await stack.enter_async_context(await running.connect(receive_buffer=4096))
             await stream.send_all(handshake(f"/v1/sessions/{session_id}/exec/ws"))
             await stream.send_all(client_frame(1, json.dumps(start).encode()))
-        with trio.move_on_after(PATIENCE_S):
+        with trio.move_on_after(patience(PATIENCE_S)):
             await trio.testing.wait_all_tasks_blocked(0.05)
         snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, runner.__file__)])
         held_bytes = sum(trace.size for trace in snapshot.traces) - await kept_bytes(running)

@@ -150,7 +150,7 @@ async def talk(
                 max_message_size=2**30,
             )
         yield Talk(connection)
-        with trio.move_on_after(PATIENCE_S):
+        with trio.move_on_after(patience(PATIENCE_S)):
             await connection.aclose()
         nursery.cancel_scope.cancel()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("sandkasten", "nsinit", "runner", "egress", "tests", "bench")
+PACKAGES = ("sandkasten", "nsinit", "runner", "egress", "tests", "bench", "docs")
 
 _PERSONAL = "it|its|he|him|his|she|her|they|them|their"
 _FIRST = re.compile(
@@ -79,7 +79,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb(package: str) -> None:
     assert [f"{place}: {text.splitlines()[0]}" for place, text in docstrings(package) if is_offence(text)] == []
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "docs"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_named_files_exist(package: str) -> None:
     """A file that was moved is named by its present name."""
     if package == "docs":

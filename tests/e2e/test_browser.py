@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.waiting import patience
 
 CHROMIUM = shutil.which("chromium")
 PAGE = (Path(__file__).parent / "browser_page.html").read_text()
@@ -131,7 +132,7 @@ def visit(site: Site, daemon: Daemon, profile: Path) -> dict[str, Any]:  # JSON 
             "terminalPath": f"{base}/terminal/ws?cols=100&rows=30&window=65536",
         }
         with browsing(site.origin, profile):
-            result = site.results.get(timeout=PATIENCE_S)
+            result = site.results.get(timeout=patience(PATIENCE_S))
         client.delete(base)
         return result
 

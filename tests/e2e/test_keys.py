@@ -49,7 +49,7 @@ def test_a_key_lives_from_the_command_line_to_its_revocation(data_dir: Path) -> 
         assert client.get("/v1/sessions").json() == []
         late = key(data_dir, "create", "--name", "late", "--label", "team=a")
         with client_of(daemon, late) as other:
-            assert wait_status(other, 200) < REVOKED_WITHIN_S
+            assert wait_status(other, 200) < patience(REVOKED_WITHIN_S)
             assert other.get("/v1/node").json()["error_code"] == "FORBIDDEN"
         found = DataPaths(data_dir).keys.stat()
         assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (0, data_dir.stat().st_gid, 0o640)
@@ -64,7 +64,7 @@ def test_a_key_lives_from_the_command_line_to_its_revocation(data_dir: Path) -> 
             key(data_dir, "revoke", "early")
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
-            assert time.monotonic() - began < REVOKED_WITHIN_S + 2  # the command's own start included
+            assert time.monotonic() - began < patience(REVOKED_WITHIN_S + 2)  # the command's own start included
         assert client.get("/v1/sessions").status_code == 401
         assert other.get("/v1/sessions").json() == []
         with daemon.client() as configured:

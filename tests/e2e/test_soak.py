@@ -11,6 +11,7 @@ import httpx
 
 from tests.e2e.daemon import Daemon
 from tests.e2e.test_files import send_and_fetch
+from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 300.0
@@ -25,7 +26,7 @@ def test_a_short_soak_loses_and_leaves_nothing(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=_PATIENCE_S,
+        timeout=patience(_PATIENCE_S),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,7 +21,7 @@ PATIENCE_S = 20.0
 def wait_until(condition: Callable[[], bool]) -> None:
     """Look again and again, for a while, at what another process changes."""
     pause = threading.Event()
-    for _ in range(round(PATIENCE_S / 0.02)):
+    for _ in range(round(patience(PATIENCE_S) / 0.02)):
         if condition():
             return
         pause.wait(0.02)

@@ -23,6 +23,7 @@ from nsinit.wire.protocol import Failed, FindLeftovers, Leftover, LeftoversFound
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 from tests.kernel.processes import sleeper_in
 from tests.leaks import descendants
+from tests.waiting import patience
 
 HOSTILE = os.fsdecode(b"no id\n\xff\\x..")
 
@@ -92,7 +93,7 @@ def test_a_foreign_cgroup_is_emptied_and_removed_even_when_it_is_frozen(server: 
             (freezable / "foreign" / "cgroup.freeze").write_text("1")
         assert found(server) == {Leftover("cgroup", "foreign")}
         remove(server, Leftover("cgroup", "foreign"))
-        assert process.wait(10) == -9
+        assert process.wait(patience(10)) == -9
     assert found(server) == set()
     assert not any((each / "foreign").exists() for each in directories)
 
@@ -183,7 +184,7 @@ def test_who_has_got_the_pid_of_a_process_that_ended_is_not_killed() -> None:
         kill_listed(lambda: next(looks))
         assert innocent.poll() is None
         kill_listed(lambda: (innocent.pid, 2**22 - 1))
-        assert innocent.wait(10) == -9
+        assert innocent.wait(patience(10)) == -9
     finally:
         innocent.kill()
         innocent.wait()
@@ -195,7 +196,7 @@ ID = "e" * 24
 
 
 def run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=patience(30))
 
 
 def bind(behind: Path, point: Path) -> None:

@@ -148,7 +148,7 @@ BEYOND = [
     DeleteImage(1, "image"),
     PackLayer(1, "sha256:" + "0" * 64, 1, 1),
     PublishImage(1, "image", ()),
-    TrustAuthority(1, "a" * 24, b""),
+    TrustAuthority(1, "a" * 24, ""),
 ]
 UNBOUND = {
     *(StopProcesses, Teardown, SetFrozen, Adopt, Scan, AskDisk, FindOomKills, MakeRunCgroup, RemoveRunCgroup),
@@ -159,7 +159,7 @@ UNBOUND = {
 
 
 def test_each_request_is_bounded_or_needs_no_bound() -> None:
-    """Who adds a request decides."""
+    """A request that is added fails here until its bound, or the lack of one, is decided on."""
     bound = {type(each) for each in BEYOND} | {Build, MountImage}
     assert bound | UNBOUND == set(TABLE)
     assert not bound & UNBOUND

@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from sandkasten.actors.workspaces.holds import HAVING, Hold, Holds, Use
+from tests.waiting import patience
 
 SESSIONS = (Use.SHARED, Use.EXCLUSIVE)
 CHANGES = (Use.MAKE, Use.GROW, Use.CLAIM)
@@ -59,7 +60,7 @@ async def test_the_steps_of_a_claim_are_taken_in_the_order_in_which_they_were_as
             await trio.sleep_forever()
 
     turns = [claim.next_turn() for _ in range(3)]
-    with trio.fail_after(10):
+    with trio.fail_after(patience(10)):
         async with trio.open_nursery() as nursery:
             for number in (2, 0):
                 nursery.start_soon(turns[number].take, partial(step, number))

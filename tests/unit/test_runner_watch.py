@@ -18,6 +18,7 @@ from runner.files.operations import perform
 from runner.loop.context import Refused
 from runner.wire.protocol import ANSWERS, Done, FileChange, WatchFiles
 from tests.unit.test_runner_entries import work_in
+from tests.waiting import patience
 
 PATIENCE_S = 20.0
 
@@ -40,7 +41,7 @@ class Watched:
     def until(self, is_enough: Callable[[list[tuple[str, str, str]]], bool]) -> list[tuple[str, str, str]]:
         """Return what is told until it is enough: kind and paths below the top."""
         told: list[tuple[str, str, str]] = []
-        give_up_at = time.monotonic() + PATIENCE_S
+        give_up_at = time.monotonic() + patience(PATIENCE_S)
         while not is_enough(told):
             assert time.monotonic() < give_up_at, told
             try:
