@@ -1,6 +1,7 @@
-"""The part of the contract with nsinit that is about layers and images, and the class of all requests. Sans-I/O.
+"""Messages about layers and images, all that an nsinit for the image store alone serves (`OpenStore`). Sans-I/O.
 
-`protocol` has the vocabulary; import these names from there.
+The class of all requests stands here, too, below both parts of the contract. `protocol` has the vocabulary of both;
+import the names from there.
 """
 
 from __future__ import annotations
