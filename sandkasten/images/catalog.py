@@ -28,13 +28,13 @@ from typing import Literal
 import attrs
 
 from sandkasten.config import ConfigError
+from sandkasten.image_names import BUILD_CACHE
 from sandkasten.images import rootfs
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE, NEW_IMAGE
 from sandkasten.model.errors import InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
-from sandkasten.sdk.types import BUILD_CACHE
 
 META = "meta.json"
 HOST = "host"
