@@ -102,11 +102,11 @@ class RunnerKernel:
     def setfsgid(self, gid: int) -> None:
         syscalls.setfsgid(gid)
 
-    def be_first_victim(self, first: bool) -> None:
+    def raise_oom_score(self, raised: bool) -> None:
         try:
             # A higher score is from nsinit, for as long as memory is scarce (`memory_watch`).
             if self._oom_fd >= 0 and int(os.pread(self._oom_fd, 16, 0)) <= int(self._oom_scores[True]):
-                os.write(self._oom_fd, self._oom_scores[first])
+                os.write(self._oom_fd, self._oom_scores[raised])
         except OSError:
             pass  # the score that it has is a fair one
 

@@ -40,7 +40,7 @@ from nsinit.server.disk_watch import DiskWatch
 from nsinit.server.jails import Jails
 from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
-from nsinit.server.memory_watch import LockWatch, VictimWatch
+from nsinit.server.memory_watch import LockWatch, OomScores
 from nsinit.server.packing import Packing
 from nsinit.server.sessions import Sessions, scan
 from nsinit.server.unpacking import Unpacking
@@ -87,7 +87,7 @@ class StartedNsinit:
         births = self.sessions.births
         self.kernel_log.close()
         self.sessions.locks.close()
-        self.sessions.victims.close()
+        self.sessions.oom_scores.close()
         self.sessions.disk_watch.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
@@ -161,8 +161,8 @@ def _start(
         disk_io.check(tree, request.io, io_disk)
         _own(tree, layout)
         cgroup_tree.bound_pids(tree)
-        victims = VictimWatch.open(tree)
-        undo.callback(victims.close)
+        oom_scores = OomScores.open(tree)
+        undo.callback(oom_scores.close)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
     with steps.step("capabilities"):
@@ -214,7 +214,7 @@ def _start(
     else:
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
-    watches, store = (locks, victims, disk_watch), LayerDirectory(layout, crash)
+    watches, store = (locks, oom_scores, disk_watch), LayerDirectory(layout, crash)
     find_mounts = partial(host.find_mounts, layout)
     makers = builders, cgroup_emptiers, network_makers, bridges
     sessions = Sessions(births, *makers, scheduler, kernel_log, *watches, store, find_mounts)

@@ -34,7 +34,7 @@ class Kernel(Protocol):
     def setfsgid(self, gid: int) -> None:
         """Set the gid that file system checks use; the other credentials stay."""
 
-    def be_first_victim(self, first: bool) -> None:
+    def raise_oom_score(self, raised: bool) -> None:
         """Write `/proc/self/oom_score_adj`, which children inherit: the out-of-memory killer takes this process before
         PID 1, or no longer."""
 

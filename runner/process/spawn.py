@@ -129,13 +129,13 @@ def fork(kernel: Kernel, membership: Membership | None = None) -> int:
     kind, group_fd = membership or ("none", -1)
     # A child inherits its parent's score, and could not raise it itself: /proc/self is closed to a process that is not
     # dumpable, and were a fork of PID 1 dumpable for a moment, the sandbox's root could read PID 1's memory in it.
-    kernel.be_first_victim(True)
+    kernel.raise_oom_score(True)
     pid = -1
     try:
         pid = kernel.fork_into_cgroup(group_fd) if kind == "clone" else os.fork()
     finally:
         if pid:
-            kernel.be_first_victim(False)
+            kernel.raise_oom_score(False)
     return pid
 
 
