@@ -69,7 +69,7 @@ _INTEGER = struct.Struct("=I")
 
 @dataclass(frozen=True, slots=True)
 class NodeNames:
-    """The names of what one node has in the host's network."""
+    """The names of the links and the table that one node has in the host's network."""
 
     links: str
     """The beginning of every link's."""
@@ -84,7 +84,8 @@ class NodeNames:
 
 
 def names_of(node_id: str) -> NodeNames:
-    """Return the names of a node."""
+    """Return the names that a node gives to its network devices and tables: a digest of its id, so that two nodes
+    differ."""
     return NodeNames(BRIDGE_LINKS + hashlib.sha256(node_id.encode()).hexdigest()[:4])
 
 

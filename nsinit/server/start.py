@@ -71,7 +71,7 @@ _MERGING = "/sys/kernel/mm/ksm"
 
 @dataclass(frozen=True, slots=True)
 class StartedNsinit:
-    """A started nsinit."""
+    """The parts of nsinit that serve requests, and the lock on the data directory."""
 
     ready: Ready
     sessions: Sessions

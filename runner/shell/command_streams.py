@@ -159,7 +159,7 @@ _SIGNAL_KEYS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 
 
 class TerminalOwner(FlowOwner, Protocol):
-    """The owner of a terminal."""
+    """The run that a terminal belongs to, which also hears of keys that stand for signals."""
 
     def on_key(self, number: int, is_raw: Callable[[], bool], release: Callable[[], None]) -> bytes | None:
         """Return the bytes to type right after a key that stands for a signal, which is about to be typed. Later input

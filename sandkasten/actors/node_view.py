@@ -198,7 +198,7 @@ class MetricSources:
 
 
 async def measure(seen: MetricSources, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
-    """Return all metrics."""
+    """Return the metrics of a scrape. The reads of files take a worker thread."""
     statuses: Counter[Status] = Counter()
     for start, entry in enumerate(seen.directory):
         if start % _AT_ONCE == 0:

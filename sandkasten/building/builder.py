@@ -77,10 +77,10 @@ class BuildWatch:
     """Listener to a build: `told` gets lines for the person, `written` the output of RUN."""
 
     def told(self, line: str) -> None:
-        """Take a line."""
+        """Take a line that tells a person of the build's progress."""
 
     async def written(self, data: bytes) -> None:
-        """Take output of a command."""
+        """Take output of a RUN."""
 
 
 @dataclass

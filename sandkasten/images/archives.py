@@ -81,7 +81,7 @@ class Stretch:
 
 
 class ImageArchive(Protocol):
-    """An archive of images."""
+    """The members of an archive of images, read in place whatever its layout."""
 
     @property
     def kind(self) -> ArchiveKind: ...

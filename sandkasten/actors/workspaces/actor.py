@@ -177,7 +177,7 @@ Message = ListAll | Get | Make | Change | Admit | Released | Holders | BorrowFil
 
 
 class Workspaces(Actor):
-    """The owner of all workspaces."""
+    """See the module's docstring."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ for each in os.listdir("/proc"):
 
 
 class _Logged(logging.Handler):
-    """All that is logged meanwhile."""
+    """A log handler that keeps the text of every record."""
 
     def __init__(self) -> None:
         super().__init__()
