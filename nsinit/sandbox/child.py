@@ -119,8 +119,8 @@ class RunnerKernel:
     def keep_root_caps(self) -> None:
         capabilities.become_root()
 
-    def rest_caps(self) -> None:
-        capabilities.rest()
+    def clear_effective_caps(self) -> None:
+        capabilities.clear_effective()
 
     def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
         return landlock.make_file_rules(readable, writable)
