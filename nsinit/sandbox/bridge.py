@@ -366,7 +366,8 @@ def _rules(
     allow: Collection[BridgeRule],
     deny: Collection[BridgeRule],
 ) -> Iterator[nftables.Rule]:
-    """Yield the rules of a session, in order. What none of them decides on is dropped."""
+    """Yield the rules of a session, in order. A packet that no rule matches is dropped. Without an `allow`, the last
+    rule accepts every packet."""
     drop = nftables.verdict(nftables.DROP)
     accept = nftables.set_packet_type(nftables.TO_US) + nftables.verdict(nftables.ACCEPT)
     yield nftables.meta_is(nftables.PROTOCOL, _IP, negated=True) + drop

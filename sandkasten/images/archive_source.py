@@ -104,7 +104,8 @@ class ArchiveSource:
         return blob.digest, require_manifest(document)
 
     def _of_docker(self, platform: Platform, max_layers: int) -> tuple[str, Manifest]:
-        """Make the manifest that `docker save` writes none of: its layers have the digests of their content."""
+        """Make a manifest, since `docker save` writes none. The digests of its layers are those of their content, as
+        the configuration has them."""
         there = read_saved(self._read("manifest.json"), max_layers=max_layers)
         found: Sequence[SavedImage] = choose_ref(there, self.ref)
         if len(found) != 1:

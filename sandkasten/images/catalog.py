@@ -315,7 +315,7 @@ class Catalog:
         return any(each == HOST or self._find(each) is not None for each in (name, self._aliases.get(name, name)))
 
     def stamp(self, name: str) -> Stamp:
-        """Return a value that changes when the answer of `get(name)` does; without reading."""
+        """Return a value that changes whenever the answer of `get(name)` changes. No file is read."""
         target = self._aliases.get(name, "")
         if IMAGE_NAME.match(name) and (not target or IMAGE_NAME.match(target)):
             return self._stat(name), self._stat(target)
