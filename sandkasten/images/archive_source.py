@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from sandkasten.config import MIB
-from sandkasten.images.archives import ArchiveKind, FilePart, ImageArchive, open_archive
+from sandkasten.images.archives import ArchiveKind, ImageArchive, MemberBytes, open_archive
 from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
@@ -152,7 +152,7 @@ def _check(is_right: bool, blob: Blob) -> None:
         raise DigestMismatch(f"the archive has another file as {blob.digest}", digest=blob.digest)
 
 
-async def _feed(part: FilePart, fd: int, blob: Blob | None) -> None:
+async def _feed(part: MemberBytes, fd: int, blob: Blob | None) -> None:
     """Write a part of a file into a pipe, and close that. Raises `DigestMismatch`: it is not `blob`."""
     digest = hashlib.sha256()
     try:
@@ -169,7 +169,7 @@ async def _feed(part: FilePart, fd: int, blob: Blob | None) -> None:
         _check(f"sha256:{digest.hexdigest()}" == blob.digest, blob)
 
 
-def _feed_some(part: FilePart, at: int, fd: int, digest: hashlib._Hash | None) -> None:
+def _feed_some(part: MemberBytes, at: int, fd: int, digest: hashlib._Hash | None) -> None:
     end = min(at + _TURN_BYTES, part.size)
     while at < end:
         data = part.read(at, min(_PIECE_BYTES, end - at))

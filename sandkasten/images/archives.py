@@ -56,8 +56,8 @@ class ArchiveKind(enum.Enum):
 
 
 @attrs.frozen
-class FilePart:
-    """Consecutive bytes of an open file: those of a member."""
+class MemberBytes:
+    """The bytes of a member, as a part of an open file."""
 
     fd: int
     start: int
@@ -87,7 +87,7 @@ class ImageArchive(Protocol):
     @property
     def kind(self) -> ArchiveKind: ...
 
-    def opened(self, name: str) -> contextlib.AbstractContextManager[FilePart]:
+    def opened(self, name: str) -> contextlib.AbstractContextManager[MemberBytes]:
         """Open a member for as long as the context. Raises `InvalidImage`: there is none of that name."""
         ...
 
@@ -97,16 +97,16 @@ class OuterTar:
     """An outer tar: the bytes of each member, or the name that a link leads to."""
 
     kind: ArchiveKind
-    members: Mapping[str, FilePart | str]
+    members: Mapping[str, MemberBytes | str]
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[FilePart]:
+    def opened(self, name: str) -> Iterator[MemberBytes]:
         """See `ImageArchive`. One link is followed, within the archive: `docker save` wrote such for a layer that is
         there twice."""
         found = self.members.get(_plain(name))
         if isinstance(found, str):
             found = self.members.get(found)
-        if not isinstance(found, FilePart):
+        if not isinstance(found, MemberBytes):
             raise InvalidImage(f"the archive has no file {name[:200]!r}")
         yield found
 
@@ -119,7 +119,7 @@ class LayoutDirectory:
     kind: ArchiveKind = ArchiveKind.OCI
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[FilePart]:
+    def opened(self, name: str) -> Iterator[MemberBytes]:
         """See `ImageArchive`. A name is `index.json`, or made of a digest."""
         fds = [self.fd]
         try:
@@ -133,7 +133,7 @@ class LayoutDirectory:
             found = os.fstat(fds[-1])
             if not stat.S_ISREG(found.st_mode):
                 raise InvalidImage(f"{name} is no file in the directory")
-            yield FilePart(fds[-1], 0, found.st_size)
+            yield MemberBytes(fds[-1], 0, found.st_size)
         finally:
             for fd in fds[:0:-1]:
                 os.close(fd)
@@ -226,7 +226,7 @@ class _BrokenTar(Exception):
 
 def _walk(source: _TarBytes) -> OuterTar | None:
     """Return the archive of images that a tar is; None if it is none."""
-    members: dict[str, FilePart | str] = {}
+    members: dict[str, MemberBytes | str] = {}
     try:
         for count, (name, member) in enumerate(_members(source)):
             if name.partition("/")[0] in _ROOTS or (count == MAX_MEMBERS and _kind(members) is None):
@@ -249,7 +249,7 @@ def _kind(members: Mapping[str, object]) -> ArchiveKind | None:
     return ArchiveKind.DOCKER if members.keys() >= _DOCKER else None
 
 
-def _members(source: _TarBytes) -> Iterator[tuple[str, FilePart | str | None]]:
+def _members(source: _TarBytes) -> Iterator[tuple[str, MemberBytes | str | None]]:
     """Yield the name and the bytes of each file, the name and the target of each link, and the name and None for a
     member of another kind."""
     at = 0
@@ -275,7 +275,7 @@ def _members(source: _TarBytes) -> Iterator[tuple[str, FilePart | str | None]]:
             continue
         size = _number(records.get("size", str(header.size)))
         name, target = records.get("path", header.name), records.get("linkpath", header.linkname)
-        member: FilePart | str | None = None
+        member: MemberBytes | str | None = None
         if max(len(name), len(target)) > _MAX_NAME_CHARS:
             raise _BrokenTar("a name is too long")
         if header.issym():
@@ -283,7 +283,7 @@ def _members(source: _TarBytes) -> Iterator[tuple[str, FilePart | str | None]]:
         elif header.islnk():
             member = _plain(target)
         elif header.isreg() and not any(each.startswith("GNU.sparse.") for each in records):
-            member = FilePart(source.fd, at, size)
+            member = MemberBytes(source.fd, at, size)
         yield _plain(name), member
         # As tarfile has it: links, directories and devices have no content, whatever size they say.
         if header.isreg() or header.type not in tarfile.SUPPORTED_TYPES:

@@ -23,8 +23,7 @@ from nsinit.wire.protocol import FindOomKills, OomKills
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
-from sandkasten.links.fds import wait_ended
-from sandkasten.links.oom_event import OomEvent
+from sandkasten.links.fds import OomEvent, wait_ended
 from sandkasten.model import Session, Status
 from sandkasten.model.errors import (
     ActorGone,
