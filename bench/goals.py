@@ -16,7 +16,7 @@ from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL
 from bench.images import FRESH, IMPORT, JAIL_MIB, PEERS, PULL, TAR, WARM
 from bench.sampling import Row, percentile
-from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
+from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, SANDBOX_POOL, burst_row, create_row, exec_row
 from bench.ways_out import (
     BRIDGE,
     CREATE_ALLOW,
@@ -114,7 +114,7 @@ GOALS: Sequence[Goal] = (
     Goal("a builtin over an open WebSocket, ratio to an echo", _ratio(exec_row("builtin", "WebSocket"), ECHO), 3, "x"),
     Goal("daemon CPU per exec", _fact("daemon CPU per exec, builtin, HTTP, ms"), 0.6, "ms"),
     Goal("create from the session pool, ratio to GET /healthz", _ratio(create_row(POOL), HEALTHZ), 2.5, "x"),
-    Goal("create from the sandbox pool, ratio to bubblewrap", _ratio(create_row(VESSEL), BUBBLEWRAP), 1.2, "x"),
+    Goal("create from the sandbox pool, ratio to bubblewrap", _ratio(create_row(SANDBOX_POOL), BUBBLEWRAP), 1.2, "x"),
     Goal("create without a pool, ratio to bubblewrap", _ratio(create_row(COLD), BUBBLEWRAP), 2, "x"),
     Goal("100 creates at once, without a pool", _median(burst_row(COLD, 100, "all"), 1e-3), 0.8, "s"),
     Goal("100 creates at once, session pool", _median(burst_row(POOL, 100, "all"), 1e-3), 0.25, "s"),
