@@ -48,8 +48,8 @@ def variants() -> Iterator[Variant]:
             yield Variant(f"{section}.{key}: {choice}", attrs.evolve(config, **{section: changed}), spec)
     for field in ("readonly_rootfs", "root_inside"):
         if field in attrs.fields_dict(SessionSpec):
-            wish: dict[str, Any] = {field: True}  # any field
-            yield Variant(f"{field}: true", config, attrs.evolve(spec, **wish))
+            variant: dict[str, Any] = {field: True}  # any field
+            yield Variant(f"{field}: true", config, attrs.evolve(spec, **variant))
 
 
 def _choices(config: Config, section: str, key: str) -> list[str]:

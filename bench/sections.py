@@ -44,12 +44,12 @@ from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.supervisor import Supervisor
 
 MIB = 1024 * 1024
-COLD, VESSEL, POOL = "no pool", "sandbox pool", "session pool"
+COLD, SANDBOX_POOL, POOL = "no pool", "sandbox pool", "session pool"
 POOL_SIZE = 100
 _ALONE = {"SANDKASTEN_SERVER_POOL_SANDBOXES": "0"}
 KINDS: Mapping[str, Mapping[str, str]] = {
     COLD: _ALONE,
-    VESSEL: {},
+    SANDBOX_POOL: {},
     POOL: {**_ALONE, "SANDKASTEN_POOL_ENABLED": "true", "SANDKASTEN_POOL_IMAGES": f"python={POOL_SIZE}"},
 }
 """Settings of the daemon of each kind of create."""
@@ -157,7 +157,7 @@ def _talk(stream: ExecSocket, command: str, output: bytes) -> None:
             return
 
 
-def _new(client: daemon.Client, kind: str = VESSEL) -> str:
+def _new(client: daemon.Client, kind: str = SANDBOX_POOL) -> str:
     made = client.call("POST", "/v1/sessions", {})
     _verify_source(made, kind)
     return str(made["id"])

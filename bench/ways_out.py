@@ -212,7 +212,7 @@ while True:
 
 _GOING_ON = """
 import json, os, socket, ssl, sys, time
-place, host, port, is_tls = sys.argv[1], sys.argv[2], int(sys.argv[3]), len(sys.argv) > 4
+place, host, port, head, is_tls = sys.argv[1], sys.argv[2], int(sys.argv[3]), "".join(sys.argv[4:5]), len(sys.argv) > 5
 context = ssl.create_default_context()
 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 found = {"connects": 0, "failed": 0, "longest_ms": 0.0, "held": "lives"}
@@ -220,9 +220,8 @@ def connected(asked):
     client = socket.create_connection((socket.gethostbyname(host), port), timeout=30)
     if is_tls:
         client = context.wrap_socket(client, server_hostname=host)
-        asked = f"GET /1 HTTP/1.1\\r\\nHost: {host}:{port}\\r\\n\\r\\n".encode()
-    client.sendall(asked)
-    assert client.recv(1) == (b"H" if is_tls else b"x")
+    client.sendall(head.encode() or asked)
+    assert client.recv(12) in (b"x", b"HTTP/1.1 200")
     return client
 held = connected(b"\\0u")
 while True:
@@ -437,9 +436,10 @@ def _measure_broker(
         table.row(tls_row(name)).values += found["connects_ms"]
         rates.setdefault(rate_fact(f"TLS by {name},", "down"), []).append(found["down"])
     facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
-    _start_going(client, session, "/tmp/broker", _TLS_NAMES[BROKER], str(_TLS_PORT), "tls")
+    head = f"GET /1 HTTP/1.1\r\nHost: {hosts[BROKER]}\r\n\r\n"
+    _start_going(client, session, "/tmp/broker", _TLS_NAMES[BROKER], str(_TLS_PORT), head, "tls")
     os.kill(carrier_of(pid, "broker"), signal.SIGKILL)
-    _tell_of_end(facts, "broker killed", _gone_on(client, session, "/tmp/broker"))
+    _tell_of_end(facts, "broker killed", _gone_on(partial(_read_inside, client, session, "/tmp/broker")))
     client.call("DELETE", f"/v1/sessions/{session}")
 
 
@@ -508,24 +508,13 @@ def _measure_preview(
                 continue
             with table.timed(kind):
                 _ask(talks[kind], head)
-        gateway = talks[PREVIEW].getpeername()
-        found: dict[str, Any] = {"connects": 0, "failed": 0, "longest_ms": 0.0, "held": "lives"}
+        found = Path(undo.enter_context(tempfile.TemporaryDirectory())) / "found"
+        address = "127.0.0.1", str(talks[PREVIEW].getpeername()[1])
+        argv = [sys.executable, "-c", _GOING_ON, str(found), *address, head.decode()]
+        undo.callback(undo.enter_context(subprocess.Popen(argv)).kill)
+        _gone_round(partial(_read_here, found), 20)
         os.kill(carrier_of(pid, "gateway"), signal.SIGKILL)
-        while found["connects"] < _GOES_ON:
-            began = time.perf_counter()
-            try:
-                with socket.create_connection(gateway) as sock:
-                    _ask(sock, head)
-            except OSError:
-                found["failed"] += 1
-            found["connects"] += 1
-            found["longest_ms"] = max(found["longest_ms"], (time.perf_counter() - began) * 1000)
-            time.sleep(0.005)
-        try:
-            _ask(talks[PREVIEW], head)
-        except OSError:
-            found["held"] = "reset"
-        _tell_of_end(facts, "gateway killed", found)
+        _tell_of_end(facts, "gateway killed", _gone_on(partial(_read_here, found)))
 
 
 def _ask(sock: socket.socket, head: bytes) -> None:
@@ -611,7 +600,7 @@ def _measure_restarts(
             if ends_daemon:
                 pid, address = undo.enter_context(daemon.running(data_dir, **then))
                 client = undo.enter_context(daemon.Client(address))
-            _tell_of_end(facts, what, _gone_on(client, session, place))
+            _tell_of_end(facts, what, _gone_on(partial(_read_inside, client, session, place)))
         client.call("DELETE", f"/v1/sessions/{session}")
 
 
@@ -619,13 +608,21 @@ def _start_going(client: daemon.Client, session: str, place: str, *target: str) 
     """Start `_GOING_ON` in a session, and wait until it has gone round a while."""
     argv = ["python3", "-c", _GOING_ON, place, *target]
     client.call("POST", f"/v1/sessions/{session}/processes", {"argv": argv})
-    _gone_round(client, session, place, 20)
+    _gone_round(partial(_read_inside, client, session, place), 20)
 
 
-def _gone_on(client: daemon.Client, session: str, place: str) -> dict[str, Any]:
-    """Return what `_GOING_ON` has found when it has gone on for a while, with a next daemon or process there."""
-    now = _gone_round(client, session, place, 20)["connects"]
-    return _gone_round(client, session, place, now + _GOES_ON)
+def _read_inside(client: daemon.Client, session: str, place: str) -> str:
+    told = client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": f"cat {place} 2>/dev/null"})
+    return str(told["output"])
+
+
+def _read_here(place: Path) -> str:
+    return place.read_text() if place.exists() else ""
+
+
+def _gone_on(read: Callable[[], str]) -> dict[str, Any]:
+    """Return the findings of `_GOING_ON` after a while with a next daemon or process. `read` reads them."""
+    return _gone_round(read, _gone_round(read, 20)["connects"] + _GOES_ON)
 
 
 def _tell_of_end(facts: dict[str, Any], what: str, found: Mapping[str, Any]) -> None:
@@ -633,15 +630,14 @@ def _tell_of_end(facts: dict[str, Any], what: str, found: Mapping[str, Any]) -> 
         facts[f"{what}: {name}"] = round(value) if isinstance(value, float) else value
 
 
-def _gone_round(client: daemon.Client, session: str, place: str, times: int) -> dict[str, Any]:
-    """Wait until `_GOING_ON` has connected so often; return what it has found."""
+def _gone_round(read: Callable[[], str], times: int) -> dict[str, Any]:
+    """Wait until `_GOING_ON` has connected so often; return its findings."""
     ends = time.monotonic() + 120
     while time.monotonic() < ends:
-        told = client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": f"cat {place} 2>/dev/null"})["output"]
-        if told and (found := dict(json.loads(told)))["connects"] >= times:
+        if (told := read()) and (found := dict(json.loads(told)))["connects"] >= times:
             return found
         time.sleep(0.05)
-    raise RuntimeError("a program with a way out does not go on")
+    raise RuntimeError("a program that connects does not go on")
 
 
 if __name__ == "__main__":

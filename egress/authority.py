@@ -56,7 +56,7 @@ class Authority:
         return self._certificate.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
     def context_for(self, host: str) -> ssl.SSLContext:
-        """Return a context that serves as the host."""
+        """Return a TLS context with a valid certificate for the host, made or kept from before."""
         now = datetime.datetime.now(datetime.UTC)
         kept = self._contexts.pop(host, None)
         if kept is None or kept[0] < now + datetime.timedelta(days=_RENEWED_DAYS):

@@ -11,6 +11,8 @@ bpf(2) the process keeps the one command that adds. The files of the cgroup are 
 can't undo the check. The programs go with the cgroup, which the starter of the process removes. A socket belongs to
 the cgroup that its maker was in: those of sessions' networks, which the daemon hands over, are not asked about.
 
+The assembler of the programs stands in `nsinit/kernel/steering.py` as well: the trust domains share no code.
+
 Sources: bpf(2); linux/bpf.h; Documentation/bpf/{map_lpm_trie,standardization/instruction-set}.rst; cgroups(7);
 Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/memory.rst; resolv.conf(5).
 """

@@ -58,7 +58,7 @@ class _Malformed(Exception):
 
 @attrs.frozen
 class Question:
-    """One question of a client."""
+    """The question of a DNS query, and the parts of the query's header that the answer repeats."""
 
     id: int
     name: str

@@ -49,7 +49,7 @@ class SyntheticName:
 
 
 class SyntheticNames:
-    """The names of one session."""
+    """Addresses that one session's DNS gave out, and the names that they stand for."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity

@@ -157,7 +157,7 @@ class ByteStream(Protocol):
 
 @attrs.frozen
 class SocketStream:
-    """A socket as a stream."""
+    """A non-blocking socket with the methods of `ByteStream`. Its maker closes it."""
 
     sock: socket.socket
 

@@ -145,6 +145,6 @@ def _lines(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
 
 
 def _without_codings(request: h11.Request) -> Headers:
-    """Return a request's headers with a wish for bodies as they are, and for WebSockets without compression."""
+    """Return a request's headers, which ask for bodies without an encoding, and for WebSockets without compression."""
     kept = [(name, value) for name, value in request.headers.raw_items() if name.lower() not in _CODINGS]
     return [*kept, (b"Accept-Encoding", b"identity")]

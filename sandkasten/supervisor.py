@@ -711,7 +711,7 @@ class Supervisor(WorkspaceSupervisor, Protocol):
     # Files
 
     def files(self, session_id: str) -> Files:
-        """Return the files of a session."""
+        """Return the interface to the files that the session's programs see."""
         ...
 
     # Events

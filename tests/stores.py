@@ -21,7 +21,7 @@ PIECE = b"0123456789abcdef" * (4 * KB)
 
 
 @asynccontextmanager
-async def open_spool(
+async def open_output(
     root: Path,
     *,
     memory_bytes: int = 64 * MB,
@@ -29,16 +29,16 @@ async def open_spool(
     disk_bytes: int = 4096 * MB,
     retention_s: float = 900.0,
 ) -> AsyncIterator[OutputStore]:
-    """A spool at work."""
-    spool = OutputStore(
+    """A store at work."""
+    store = OutputStore(
         root, memory_bytes=memory_bytes, session_bytes=session_bytes, disk_bytes=disk_bytes, retention_s=retention_s
     )
-    await spool.open()
+    await store.open()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(spool.run)
-        yield spool
+        nursery.start_soon(store.run)
+        yield store
         nursery.cancel_scope.cancel()
-    spool.close()
+    store.close()
 
 
 async def fill(log: OutputLog, pieces: int, *, stream: Stream = Stream.STDOUT, data: bytes = PIECE) -> None:
@@ -98,11 +98,11 @@ async def ended(logs: SessionOutput, exec_id: str, *, pieces: int) -> OutputLog:
     return log
 
 
-async def wait_memory_below(spool: OutputStore, limit_bytes: int) -> None:
+async def wait_memory_below(store: OutputStore, limit_bytes: int) -> None:
     """Wait until memory holds no more than that, and nothing is being written."""
 
     async def is_at_rest() -> bool:
-        is_below = spool.memory_bytes_used <= limit_bytes and spool._writing.borrowed_tokens == 0
-        return is_below and spool.disk_bytes_used == disk_bytes(spool._root)
+        is_below = store.memory_bytes_used <= limit_bytes and store._writing.borrowed_tokens == 0
+        return is_below and store.disk_bytes_used == disk_bytes(store._root)
 
     await until(is_at_rest)

@@ -40,7 +40,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SessionCgroup:
-    """The directories of one session."""
+    """A session's cgroup: its directory in each hierarchy."""
 
     tree: Tree
     session_id: str

@@ -76,7 +76,7 @@ class OrderOutcome:
 
 
 class HelperPool:
-    """The helpers of one kind."""
+    """Helpers of one kind, those that are idle, and the jobs that wait for one."""
 
     def __init__(self, kind: HelperKind, scheduler: Scheduler) -> None:
         self._kind = kind

@@ -156,6 +156,6 @@ def become_root() -> None:
             syscalls.prctl(k.PR_CAP_AMBIENT, k.PR_CAP_AMBIENT_RAISE, capability)
 
 
-def rest() -> None:
+def clear_effective() -> None:
     """Empty the effective set until execve(2), which fills it with the ambient capabilities again."""
     syscalls.capset(0, permitted=ROOT_CAPABILITIES, inheritable=ROOT_CAPABILITIES)

@@ -4,6 +4,7 @@ The program is asked when a packet looks for a socket of its network namespace (
 among those that listen. It assigns TCP to any address but the namespace's own to one listener, DNS to one UDP socket,
 and drops other UDP, which its sender is told at once (ECONNREFUSED). It fails closed: a slot of the map without a
 socket is a drop, and the last copy of the link's descriptor takes the program along.
+The assembler stands in `egress/barrier.py` as well: the trust domains share no code.
 Sources: bpf(2); linux/bpf.h; Documentation/bpf/{prog_sk_lookup,map_sockmap,standardization/instruction-set}.rst.
 """
 

@@ -69,7 +69,7 @@ _INTEGER = struct.Struct("=I")
 
 @dataclass(frozen=True, slots=True)
 class NodeNames:
-    """The names of what one node has in the host's network."""
+    """The names of the links and the table that one node has in the host's network."""
 
     links: str
     """The beginning of every link's."""
@@ -84,7 +84,8 @@ class NodeNames:
 
 
 def names_of(node_id: str) -> NodeNames:
-    """Return the names of a node."""
+    """Return the names that a node gives to its network devices and tables: a digest of its id, so that two nodes
+    differ."""
     return NodeNames(BRIDGE_LINKS + hashlib.sha256(node_id.encode()).hexdigest()[:4])
 
 
@@ -365,7 +366,8 @@ def _rules(
     allow: Collection[BridgeRule],
     deny: Collection[BridgeRule],
 ) -> Iterator[nftables.Rule]:
-    """Yield the rules of a session, in order. What none of them decides on is dropped."""
+    """Yield the rules of a session, in order. A packet that no rule matches is dropped. Without an `allow`, the last
+    rule accepts every packet."""
     drop = nftables.verdict(nftables.DROP)
     accept = nftables.set_packet_type(nftables.TO_US) + nftables.verdict(nftables.ACCEPT)
     yield nftables.meta_is(nftables.PROTOCOL, _IP, negated=True) + drop

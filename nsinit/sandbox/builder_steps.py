@@ -355,10 +355,11 @@ def _bind_if_present(source: str, target: str) -> bool:
 
 
 def _lowers(layout: Layout, plan: SandboxPlan) -> tuple[str, ...]:
-    """Return the directories of an image's layers, the topmost first."""
+    """Return the directories of an image's layers, the topmost first, down to the first one that hides those below.
+    Raises `StepFailed`: the image was replaced."""
     if plan.image_kind != "layers":
         return (layout.image_rootfs(plan.image),)
-    # The copies of shells belong to these layers, and root may have said what this name stands for.
+    # The shells were copied from the plan's layers, and root may have replaced the image since.
     if LayerDirectory(layout).layers_of(plan.image) != plan.layers:
         raise StepFailed("overlay root", f"image {plan.image!r} was replaced just now", errno=errno.ESTALE)
     lowers: list[str] = []

@@ -102,11 +102,11 @@ class RunnerKernel:
     def setfsgid(self, gid: int) -> None:
         syscalls.setfsgid(gid)
 
-    def be_first_victim(self, first: bool) -> None:
+    def raise_oom_score(self, raised: bool) -> None:
         try:
             # A higher score is from nsinit, for as long as memory is scarce (`memory_watch`).
             if self._oom_fd >= 0 and int(os.pread(self._oom_fd, 16, 0)) <= int(self._oom_scores[True]):
-                os.write(self._oom_fd, self._oom_scores[first])
+                os.write(self._oom_fd, self._oom_scores[raised])
         except OSError:
             pass  # the score that it has is a fair one
 
@@ -119,8 +119,8 @@ class RunnerKernel:
     def keep_root_caps(self) -> None:
         capabilities.become_root()
 
-    def rest_caps(self) -> None:
-        capabilities.rest()
+    def clear_effective_caps(self) -> None:
+        capabilities.clear_effective()
 
     def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
         return landlock.make_file_rules(readable, writable)

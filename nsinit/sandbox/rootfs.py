@@ -61,7 +61,8 @@ def make_user_directories(root_fd: int, base: int, account: str) -> None:
 
 
 def write_etc(root_fd: int, base: int, hostname: str, account: str) -> None:
-    """Write host name, hosts and a resolver configuration without servers, and add accounts for the sandbox user."""
+    """Write host name, hosts and a resolver configuration without servers. Add the sandbox user to passwd and group, in
+    passwd under the name `account` unless that is empty."""
     etc_fd = open_directory(root_fd, "etc", owner=base)
     try:
         replace_file(etc_fd, "hostname", f"{hostname}\n", base)

@@ -82,7 +82,7 @@ class Bridges:
             yield from self._order(MakeBridge(self.host.names.links, link, self.terms, allow, deny), netns_fd)
         except StepFailed:
             if is_new:
-                yield from self.close(session_id)  # its maker may have died over it
+                yield from self.close(session_id)  # the bridge maker may have died with the link half made
             raise
         return link
 

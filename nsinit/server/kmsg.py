@@ -93,7 +93,7 @@ class KernelLog:
         os.lseek(self._fd, 0, os.SEEK_END)
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the descriptor of `/dev/kmsg`."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -9,7 +9,7 @@ the better. A process's record locks go when it ends, and `/proc/locks` names it
 process share its descriptors, and refuses locks that belong to an open file (F_OFD_SETLK) and leases. Locks of flock(2)
 may outlive the process that they name. They are not counted: each has an open file, which is charged.
 
-Victims. When the machine, or a cgroup above the sessions that has a limit, runs out of memory, the kernel ends the
+Scores. When the machine, or a cgroup above the sessions that has a limit, runs out of memory, the kernel ends the
 process with the most points: its part of that memory in thousandths, and `oom_score_adj`. While little is left the
 session that uses most of its own limit gets the highest `oom_score_adj`, so that no neighbour ends in its place.
 
@@ -146,7 +146,7 @@ class Pace:
         return _IDLE_PERIOD_S if is_idle else _PERIOD_S
 
 
-# Victims --------------------------------------------------------------------------------------------------------------
+# Scores ---------------------------------------------------------------------------------------------------------------
 
 COMMAND, WORST_INIT, WORST = 500, 900, 1000
 """`oom_score_adj` of programs (the runner sets it), and of PID 1 and the programs of the session with the highest use.
@@ -159,7 +159,7 @@ _ROUNDS = 3
 
 
 @dataclass(slots=True)
-class VictimWatch:
+class OomScores:
     """The session whose processes have the highest scores, empty if none, and the memory that the machine has."""
 
     tree: Tree
@@ -170,7 +170,7 @@ class VictimWatch:
     _spared: int = 0
 
     @classmethod
-    def open(cls, tree: Tree) -> VictimWatch:
+    def open(cls, tree: Tree) -> OomScores:
         """Open the machine's account of its memory."""
         init_score = max(0, int(read_file("/proc/self/oom_score_adj")))
         return cls(tree, os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC), init_score)
@@ -180,7 +180,7 @@ class VictimWatch:
         os.close(self.meminfo_fd)
 
     def look(self) -> Generator[Wait, bool, None]:
-        """Offer the session that uses most of its limit to the kernel while memory is scarce, and no other."""
+        """While memory is scarce, give the session that uses most of its limit the highest scores, and no other."""
         if self._spared:
             self._spared -= 1
             return

@@ -360,14 +360,14 @@ def _size(size_bytes: int) -> None:
 
 
 class OfSession(Protocol):
-    """A request about one session."""
+    """A request with a field `session_id`, by which it is ordered."""
 
     @property
     def session_id(self) -> str: ...
 
 
 class OfWorkspace(Protocol):
-    """A request about one workspace."""
+    """A request with a field `workspace_id`, by which it is ordered."""
 
     @property
     def workspace_id(self) -> str: ...

@@ -36,7 +36,7 @@ from nsinit.server.bridges import Bridges
 from nsinit.server.disk_watch import DiskWatch
 from nsinit.server.filling import Filling
 from nsinit.server.kmsg import KernelLog, Kills
-from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
+from nsinit.server.memory_watch import LockWatch, OomScores, Pace
 from nsinit.server.processors import Processors, bind, bind_all
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
@@ -111,7 +111,7 @@ class Sessions:
     scheduler: Scheduler
     kernel_log: KernelLog
     locks: LockWatch
-    victims: VictimWatch
+    oom_scores: OomScores
     disk_watch: DiskWatch
     layers: LayerDirectory
     find_mounts: Callable[[], list[str]]
@@ -242,7 +242,7 @@ class Sessions:
         if session_id not in self.processes:
             self.processors.note(session_id, frozenset(os.sched_getaffinity(identity.pid)))
             self.births.slots.reserve(identity.base_uid)
-            self.victims.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
+            self.oom_scores.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
         self.watch()
         return Adopted(0, session_id, identity, kind, self.bridges.has(session_id)), [pidfd, event_fd]
 
@@ -735,7 +735,7 @@ class Sessions:
     def _look_at_memory(self, pace: Pace) -> Generator[Wait, bool, float]:
         if (over := (yield from self.locks.look(self.births.tree))) is not None:
             yield from self._end_for_locks(*over)
-        yield from self.victims.look()
+        yield from self.oom_scores.look()
         return pace.next_s()
 
     def _end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:

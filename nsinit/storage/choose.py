@@ -21,7 +21,7 @@ from nsinit.storage.loop import Loop
 from nsinit.storage.mechanism import LAYERS, UNKNOWN, DiskFacts, Mechanism, MechanismUnavailable, Usage, make_layers
 from nsinit.storage.paths import Layout
 from nsinit.storage.project import Project
-from nsinit.wire.protocol import DiskLimits, DiskMode, DiskWish
+from nsinit.wire.protocol import DiskLimits, DiskMode, DiskSpec
 
 _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -82,14 +82,14 @@ KINDS: tuple[type[Mechanism], ...] = (Project, Btrfs, Loop, Memory)
 """In the order of preference."""
 
 
-def candidates(layout: Layout, wish: DiskWish) -> list[Mechanism]:
+def candidates(layout: Layout, asked: DiskSpec) -> list[Mechanism]:
     """Return the mechanisms to try, best first. Called while the whole machine is in sight."""
-    if wish == "none":
+    if asked == "none":
         return []
-    return [kind(layout) for kind in KINDS if wish in ("auto", kind.mode)]
+    return [kind(layout) for kind in KINDS if asked in ("auto", kind.mode)]
 
 
-def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mechanism, dict[str, str]]:
+def choose(layout: Layout, asked: DiskSpec, tried: list[Mechanism]) -> tuple[Mechanism, dict[str, str]]:
     """Return the first of `tried` that works, and why each one before it does not.
 
     Raises:
@@ -108,8 +108,8 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
             refused[mechanism.mode] = str(error)[:_MAX_REASON_BYTES]
         else:
             return mechanism, refused
-    if wish not in ("auto", "none"):
-        raise StepFailed("disk", f"disk.mode {wish} can't be had here: {refused.get(wish, 'unknown')}")
+    if asked not in ("auto", "none"):
+        raise StepFailed("disk", f"disk.mode {asked} can't be had here: {refused.get(asked, 'unknown')}")
     return Plain(layout), refused
 
 

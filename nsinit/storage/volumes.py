@@ -86,7 +86,7 @@ class Volumes:
             raise StepFailed(STAGE, f"quotas can't be had here: {self.refused}", errno=errno.EOPNOTSUPP)
 
     def has(self, workspace_id: str, *, draft: bool = False) -> bool:
-        """Whether a workspace is a volume."""
+        """Whether a workspace has a file system of its own."""
         return os.path.isdir(self.layout.volume(workspace_id, draft=draft))
 
     def quota_of(self, workspace_id: str) -> DiskLimits | None:

@@ -410,8 +410,8 @@ def main() -> NoReturn:
 
 
 def open_views(base: int, features: mounts.Features, stage_path: str, layers: tuple[str, ...]) -> int:
-    """Return a copy of the mount of a session's root, without what is mounted in it, and put one of its layers at
-    `_OLD_FD`, both with the session's ids. Nothing of the session is read."""
+    """Return a copy of the mount of a session's root, without the mounts in it, and put a mount of the image's
+    `layers`, if there are any, at `_OLD_FD`. Both have the session's ids. Nothing of the session is read."""
     ours = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     syscalls.setns(_NAMESPACE_FD, k.CLONE_NEWNS)  # a mount can be copied from within its namespace alone (open_tree(2))
     root_fd = syscalls.open_tree(jail.ROOT_FD, "", k.AT_EMPTY_PATH | k.OPEN_TREE_CLONE)

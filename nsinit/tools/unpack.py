@@ -542,7 +542,7 @@ def main() -> NoReturn:
 
 
 def _unpack(bounds: Mapping[str, int]) -> bytes:
-    """Return the verdict."""
+    """Unpack the archive on descriptor 0, and return the encoded verdict; every error becomes one."""
     try:
         with open(0, "rb", buffering=0, closefd=False) as file, open(LISTING_FD, "wb", closefd=False) as listed:
             unpacker = Unpacker(listed, **bounds)

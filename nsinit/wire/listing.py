@@ -27,7 +27,7 @@ def entry_digest(status: os.stat_result, content: bytes) -> bytes:
 
 
 def entry_field(path: bytes, status: os.stat_result, content: bytes) -> bytes:
-    """Return the field of an entry."""
+    """Return the field of a file or directory: the digest of its state, and its path."""
     return b"=%b %b\0" % (entry_digest(status, content), path)
 
 

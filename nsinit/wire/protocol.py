@@ -90,7 +90,7 @@ DiskMode = Literal["project", "btrfs", "loop", "tmpfs", "none"]
 """The mechanism that limits a session's writable layer: a project quota (ext4, xfs), a subvolume's quota, an ext4 image
 of its own behind a loop device, a tmpfs, or none."""
 
-DiskWish = Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"]
+DiskSpec = Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"]
 """`auto`: the first of the modes, in their order, that works on the data directory."""
 
 
@@ -222,7 +222,7 @@ class Start(Request["Ready"]):
     data_dir: str
     node_id: str
     cgroup_parent: str = "auto"
-    disk: DiskWish = "auto"
+    disk: DiskSpec = "auto"
     io: IoLimits = IoLimits()
     terminals: int = MAX_TERMINALS
     seccomp_profiles: tuple[SeccompProfile, ...] = ()

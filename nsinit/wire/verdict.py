@@ -54,7 +54,7 @@ class Unpacked:
     privileged: tuple[bytes, ...] = ()
 
     def encode(self) -> bytes:
-        """Return the verdict."""
+        """Return the bytes that the unpacker sends."""
         numbers = *self.counts, len(self.opaque), len(self.privileged), bytes.fromhex(self.digest)
         return _UNPACKED + _COUNTS.pack(*numbers) + b"".join(name + b"\0" for name in (*self.opaque, *self.privileged))
 

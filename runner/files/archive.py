@@ -151,7 +151,7 @@ class _Exactly:
 
 
 def unpack(source: IO[bytes], maker: TreeMaker) -> Packed:
-    """Unpack an archive.
+    """Unpack a tar archive into the maker's tree.
 
     Raises:
         Refused: BAD_ARCHIVE, TOO_LARGE.

@@ -260,7 +260,7 @@ class _Copying:
                 os.close(fd)
 
     def _close(self, fd: int, status: os.stat_result) -> None:
-        """Close a directory that has its entries."""
+        """Give a copied directory its times and mode, now that its entries are in it, and close it."""
         try:
             os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
             os.fchmod(fd, status.st_mode & _COPIED_BITS)

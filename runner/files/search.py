@@ -153,7 +153,7 @@ def glob(request: GlobFiles, resolver: Resolver) -> FoundFiles:
 
 
 class _TimeUp(Exception):
-    """The time of the search is over."""
+    """Raised in a search whose time is over."""
 
 
 class _Alarm:
@@ -245,7 +245,7 @@ class _Search:
         return self._take(file_fd, real)
 
     def result(self, *, truncated: bool, timed_out: bool) -> Searched:
-        """Return the counts."""
+        """Return the answer: the counts so far, and why the search ended early, if so."""
         return Searched(self._matches, self._files, self._searched, self._skipped, truncated, timed_out)
 
     def _enters(self, path: bytes) -> bool:

@@ -80,7 +80,7 @@ _AT_EASE, _BROKEN = 0, 1
 
 
 class FileWorkers:
-    """The workers that live."""
+    """The file workers that live, at most `MAX_WORKERS`, of which `MAX_WATCHES` may serve watches."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

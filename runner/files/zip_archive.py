@@ -101,7 +101,7 @@ def _add(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: IO[bytes]) -> 
 
 
 def unpack(top_fd: int, source: IO[bytes], maker: TreeMaker) -> Packed:
-    """Unpack an archive.
+    """Unpack a zip archive into the maker's tree.
 
     Raises:
         Refused: BAD_ARCHIVE, TOO_LARGE.

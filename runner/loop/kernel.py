@@ -34,7 +34,7 @@ class Kernel(Protocol):
     def setfsgid(self, gid: int) -> None:
         """Set the gid that file system checks use; the other credentials stay."""
 
-    def be_first_victim(self, first: bool) -> None:
+    def raise_oom_score(self, raised: bool) -> None:
         """Write `/proc/self/oom_score_adj`, which children inherit: the out-of-memory killer takes this process before
         PID 1, or no longer."""
 
@@ -52,8 +52,8 @@ class Kernel(Protocol):
         """capset(2), PR_CAP_AMBIENT: the capabilities of the sandbox's root, across execve(2) and until the last uid 0
         is given up. Fails where no root was provided for."""
 
-    def rest_caps(self) -> None:
-        """capset(2): empty the effective set of the sandbox's root until execve(2) fills it again."""
+    def clear_effective_caps(self) -> None:
+        """capset(2): empty the effective set of the sandbox's root. execve(2) fills it again from the ambient set."""
 
     def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
         """Landlock: return a ruleset, the caller's. Each path is an O_PATH descriptor and whether it is a directory;

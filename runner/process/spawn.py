@@ -7,7 +7,8 @@ in one line on the program's own standard error, with the exit status that env(1
 A program with a cgroup of its own is born in the cgroup (v2), or enters it before anything else (v1); it never runs
 outside. In v2 a write to `cgroup.procs` would take a lock of the whole machine, and milliseconds; clone3 does not.
 
-When the sandbox has no memory left, the kernel is to kill programs first, then forks, and PID 1 last (`fork`, `offer`).
+When the sandbox has no memory left, the kernel is to kill programs first, then forks, and PID 1 last (`fork`,
+`set_oom_score`).
 
 Sources: credentials(7), capabilities(7) "Effect of user ID changes on capabilities", PR_SET_DUMPABLE(2const),
 proc_pid_oom_score_adj(5), clone(2) CLONE_INTO_CGROUP, cgroups(7), TIOCSCTTY(2const), exec(3) (the search in PATH),
@@ -101,12 +102,12 @@ def spawn(
 ) -> int:
     """Start a program as a user, with only `stdio` open (default /dev/null); return its pid.
 
-    `file` (default `argv[0]`) is searched for in its PATH unless it holds a slash. Its directory is the first of `cwds`
-    that the user may enter, the root if there is none; with `must_enter` it is `cwds[0]` or the start fails. It leads a
-    session of its own; with `controlling_terminal` descriptor 0 is the terminal of that. With `subreaper` it adopts the
-    orphans below it. `rules_fd` are the file rules it enters last. `link` is one more descriptor, and the number that
-    it has in the program. `shells_fd` stays open until execve(2), and `file` is in that directory: the program is not
-    dumpable (`find_copy`). All descriptors stay the caller's.
+    `file` (default `argv[0]`) is searched for in the PATH of `env` unless it holds a slash. The working directory is
+    the first of `cwds` that the user may enter, the root if there is none; with `must_enter` it is `cwds[0]`, or the
+    start fails. The program leads a session of its own; with `controlling_terminal` descriptor 0 is the terminal of
+    that session. With `subreaper` the program adopts the orphans below it. `rules_fd`: file rules, entered last.
+    `link`: one more descriptor, and its number in the program. `shells_fd`: the directory of `file`, kept open until
+    execve(2); the program is not dumpable (`find_unreadable_copy`). All descriptors stay the caller's.
 
     Raises:
         OSError: no process could be made.
@@ -129,13 +130,13 @@ def fork(kernel: Kernel, membership: Membership | None = None) -> int:
     kind, group_fd = membership or ("none", -1)
     # A child inherits its parent's score, and could not raise it itself: /proc/self is closed to a process that is not
     # dumpable, and were a fork of PID 1 dumpable for a moment, the sandbox's root could read PID 1's memory in it.
-    kernel.be_first_victim(True)
+    kernel.raise_oom_score(True)
     pid = -1
     try:
         pid = kernel.fork_into_cgroup(group_fd) if kind == "clone" else os.fork()
     finally:
         if pid:
-            kernel.be_first_victim(False)
+            kernel.raise_oom_score(False)
     return pid
 
 
@@ -159,7 +160,7 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
         if launch.rules_fd >= 0:
             kernel.enter_file_rules(launch.rules_fd)  # last: the rules are for the program, not for these steps
         if launch.shells_fd >= 0 and launch.account.uid == ROOT_ID:
-            kernel.rest_caps()  # root could read the file, and so be dumpable
+            kernel.clear_effective_caps()  # with CAP_DAC_OVERRIDE it could read the file, and so be dumpable
     except OSError as error:
         _fail(START_FAILED_STATUS, f"cannot start {launch.argv[0]}", error)
     _execute(launch.file, launch.argv, launch.env)
@@ -255,12 +256,13 @@ def _fail(status: int, what: str, error: OSError) -> NoReturn:
         os._exit(status)
 
 
-def find_copy(shells_fd: int, path: str) -> str | None:
-    """Return the path, for a child of PID 1, of the copy of a shell that nobody can read; None if there is none, or
-    the session's file is another by now.
+def find_unreadable_copy(shells_fd: int, path: str) -> str | None:
+    """Return the path of PID 1's copy of a shell, for a child of PID 1. None: there is no copy, or the session has
+    changed its own file since.
 
-    The kernel makes a program of such a file not dumpable: to look into its memory or open its descriptors by
-    `/proc` takes CAP_SYS_PTRACE, and what is the user's there is root's (execve(2), PR_SET_DUMPABLE(2const)).
+    No user may read the copy, so the kernel makes a process that executes the copy not dumpable: to read its memory or
+    open its descriptors by `/proc` takes CAP_SYS_PTRACE, and its files there are root's (execve(2),
+    PR_SET_DUMPABLE(2const)).
     """
     name = os.path.basename(path)
     try:
@@ -268,25 +270,27 @@ def find_copy(shells_fd: int, path: str) -> str | None:
     except OSError:  # no directory, no copy
         return None
     is_same = (copy.st_size, int(copy.st_mtime)) == (original.st_size, int(original.st_mtime))
-    # By /proc, for it is in no mount; unlike "" of execveat(2) it leaves the process its name.
+    # By /proc, since the directory is in no mount. After execveat(2) with "" the process would have no name.
     return f"/proc/self/fd/{shells_fd}/{name}" if is_same else None
 
 
 # Out of memory ------------------------------------------------------------------------------------------------------
 
 _SCORE = b"500"
-"""Of a program: nsinit raises it while memory is scarce (`memory_watch`). A fork has a lower one: PID 1 has that score
-while it forks (`fork`), and where all else is small it would be the largest process of the score of programs."""
-_FIRST_OFFER_S = 0.001
-_LAST_OFFER_S = 2.0
-_OFFER_FACTOR = 1.5
-"""Bounds of the wait for a fork to become a program, which takes a millisecond or two."""
+"""`oom_score_adj` of a program; nsinit raises it while memory is scarce (`memory_watch`). A fork of PID 1 has a lower
+score (`fork`): with this one a fork, which is as large as PID 1, would be killed before small programs."""
+_FIRST_TRY_S = 0.001
+_LAST_TRY_S = 2.0
+_TRY_FACTOR = 1.5
+"""Pauses between two tries: a fork takes a millisecond or two to become a program."""
 
 
-def offer(identity: UserIdentity, pid: int) -> bool:
-    """Have the out-of-memory killer end a user's program before PID 1; return False if it is no program yet."""
+def set_oom_score(identity: UserIdentity, pid: int) -> bool:
+    """Have the out-of-memory killer end a user's program before PID 1. Return False for a fork that has not yet become
+    a program, whose score nobody may write."""
     try:
-        with identity:  # after execve(2) the directory is its user's; a fork of PID 1 is not dumpable, and it is root's
+        # Before execve(2) the fork is not dumpable, and its directory in /proc is root's; afterwards it is the user's.
+        with identity:
             fd = open_proc(f"{pid}/oom_score_adj", os.O_WRONLY | os.O_NOFOLLOW)
     except PermissionError:
         return False
@@ -301,14 +305,15 @@ def offer(identity: UserIdentity, pid: int) -> bool:
     return True
 
 
-def offer_soon(
-    context: Context, identity: UserIdentity, find_pid: Callable[[], int | None], *, after_s: float = _FIRST_OFFER_S
+def set_oom_score_soon(
+    context: Context, identity: UserIdentity, find_pid: Callable[[], int | None], *, after_s: float = _FIRST_TRY_S
 ) -> None:
-    """Call `offer` as soon as a fork has become a program; `find_pid` returns None once it has ended."""
+    """Call `set_oom_score` until it succeeds, first after `after_s` and at longer and longer intervals. `find_pid`
+    returns None once the fork has ended."""
 
     def look() -> None:
         pid = find_pid()
-        if pid is not None and not offer(identity, pid) and after_s < _LAST_OFFER_S:
-            offer_soon(context, identity, find_pid, after_s=after_s * _OFFER_FACTOR)
+        if pid is not None and not set_oom_score(identity, pid) and after_s < _LAST_TRY_S:
+            set_oom_score_soon(context, identity, find_pid, after_s=after_s * _TRY_FACTOR)
 
     context.loop.call_later(after_s, look, lambda _error: None)

@@ -21,7 +21,7 @@ from runner.loop.context import Context, Sink
 from runner.loop.identity import UserAccount, UserIdentity
 from runner.process import process_set
 from runner.process.process_set import GroupSet, ProcessSet, ProgramSet
-from runner.process.spawn import Membership, offer_soon, spawn
+from runner.process.spawn import Membership, set_oom_score_soon, spawn
 from runner.shell.ending import Ladder
 from runner.shell.lifecycle import PROGRAM, Action, Notice, RunOutcome, State
 from runner.shell.run import SIGNAL_BASE, Run
@@ -93,7 +93,7 @@ class Program(Run):
         self._streams, self._processes = streams, processes
         self._cwd = plan.cwd
         self._take(Notice.BEGIN)
-        offer_soon(context, plan.identity, lambda: self.pid)
+        set_oom_score_soon(context, plan.identity, lambda: self.pid)
 
     def _spawn(self, plan: ProgramPlan, streams: ProgramStreams) -> int:
         return spawn(

@@ -281,7 +281,7 @@ class KeptRuns:
         return line
 
     def list(self, request: ListRuns) -> RunList:
-        """Return one page."""
+        """Return a page of the runs that are kept, in the order in which they began."""
         runs = sorted((*self._ended.values(), *self._going.values()), key=lambda run: run.number)
         later = (run for run in runs if run.number > request.after)
         page = list(islice(later, MAX_LISTED_RUNS + 1))

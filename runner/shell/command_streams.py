@@ -42,7 +42,7 @@ class CommandPipes(Streams):
         self._owner = owner
         self._is_merged = merged
         self._names: list[str] = []
-        self._keeper_fd = self._input_fd = -1
+        self._both_ends_fd = self._input_fd = -1
         self._writer_fds: list[int] = []
         self._arrivals: Arrivals | None = None
         self._awaits_bytes = False
@@ -54,7 +54,7 @@ class CommandPipes(Streams):
         files = self._files
         if self._inflow is not None:
             name = self._make_fifo(f"{order}.in", 0o644)
-            self._keeper_fd = files.open_fifo(name, os.O_RDWR)  # with it neither our open nor the command's waits
+            self._both_ends_fd = files.open_fifo(name, os.O_RDWR)  # with it neither our open nor the command's waits
             self._input_fd = files.open_fifo(name, os.O_WRONLY)
         elif needs_input_file:
             files.link(f"{order}.in", "/dev/null")
@@ -118,8 +118,8 @@ class CommandPipes(Streams):
     def on_reader(self) -> None:
         # Not earlier: PID 1 would be the only reader for the kernel, and closing would lose all that was written.
         if self._inflow is not None and self._input_fd >= 0:
-            os.close(self._keeper_fd)
-            fd, self._keeper_fd, self._input_fd = self._input_fd, -1, -1
+            os.close(self._both_ends_fd)
+            fd, self._both_ends_fd, self._input_fd = self._input_fd, -1, -1
             self._inflow.connect(fd)
         if self._writer_fds:
             os.close(self._writer_fds.pop(0))
@@ -139,10 +139,10 @@ class CommandPipes(Streams):
 
     def _remove_files(self) -> None:
         self._sort_outflows()
-        for fd in (self._keeper_fd, self._input_fd, *self._writer_fds):
+        for fd in (self._both_ends_fd, self._input_fd, *self._writer_fds):
             if fd >= 0:
                 os.close(fd)
-        self._keeper_fd = self._input_fd = -1
+        self._both_ends_fd = self._input_fd = -1
         self._writer_fds.clear()
         for name in self._names:
             self._files.unlink(name)
@@ -159,7 +159,7 @@ _SIGNAL_KEYS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 
 
 class TerminalOwner(FlowOwner, Protocol):
-    """The owner of a terminal."""
+    """The run that a terminal belongs to, which also hears of keys that stand for signals."""
 
     def on_key(self, number: int, is_raw: Callable[[], bool], release: Callable[[], None]) -> bytes | None:
         """Return the bytes to type right after a key that stands for a signal, which is about to be typed. Later input

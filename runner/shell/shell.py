@@ -21,7 +21,7 @@ from runner.loop.identity import ROOT, UserIdentity
 from runner.loop.loop import Timer
 from runner.loop.settings import Change
 from runner.process import process_set
-from runner.process.spawn import Membership, find_copy, offer, spawn
+from runner.process.spawn import Membership, find_unreadable_copy, set_oom_score, spawn
 from runner.process.storage import WriteMeter
 from runner.shell import command_driver
 from runner.shell.files import PrivateDirectory
@@ -191,7 +191,7 @@ class Shell:
             "rules_fd": context.settings.rules_fd,
             "link": (link_fd, self.link_number),
         }
-        self._owner, copy = self.identity, find_copy(context.shells_fd, self.path)
+        self._owner, copy = self.identity, find_unreadable_copy(context.shells_fd, self.path)
         if copy is not None:  # the files of its process below /proc are root's
             self._owner = self.identity.of(ROOT)
             options |= {"file": copy, "shells_fd": context.shells_fd}
@@ -318,7 +318,7 @@ class Shell:
         self._failed_starts = 0
         self.files.unlink("state")
         if self.pid is not None:
-            offer(self._owner, self.pid)
+            set_oom_score(self._owner, self.pid)
         self._look()
         self._events.on_ready()
 

@@ -4,16 +4,16 @@ Pure.
 The shell leads its session, so opening the terminal makes it the controlling one, and Ctrl-C there reaches the shell
 together with what it runs (one process group, as there is no job control). Therefore:
 
-- `enter` traps INT and QUIT unless the user does: a command whose last program died of it (status 130, 131) is left,
-  the way the driver's own signal makes it left. A program that lives through Ctrl-C lets the command go on. A command
-  that is busy in the shell itself is PID 1's to end, which sees the key.
-- `leave` ignores INT, QUIT and HUP: then PID 1 hangs the terminal up, which takes it from every process of the session,
-  and the kernel sends HUP to the session's leader.
-- `restore`, before the next command, makes them again what they were.
+- `enter` sets traps for INT and QUIT where the user has none. If the last program died of the signal (status 130, 131),
+  the trap abandons the rest of the command, as the driver's own signal does. If the program survives Ctrl-C, the
+  command goes on. A command that keeps the shell itself busy is ended by PID 1, which sees the key.
+- `leave` ignores INT, QUIT and HUP, because PID 1 hangs the terminal up afterwards: every process of the session loses
+  the terminal, and the kernel sends HUP to the session's leader, which is the shell.
+- `restore` sets the user's own traps again, before the next command.
 
-Whether a user's trap is there is told by the shell's own list, which is written to `<order>.traps` and read back at
-once: `$(trap)` would be a fork, and is empty in dash. bash lists the traps it is asked for; others list all, and
-setting all of them again changes nothing.
+The user's traps are known from the shell's list of traps, which is written to `<order>.traps` and read back at once:
+`$(trap)` would be a fork, and is empty in dash. bash lists the traps that are asked for; other shells list all, and to
+set all of them again changes nothing.
 
 Reading lines (prompt, editing, unfinished lines, Ctrl-C) runs in the shell itself, in the place of a command, so
 directory, variables, functions and aliases are the ones of the commands before and after. Each line goes to the file
@@ -25,13 +25,13 @@ directory, variables, functions and aliases are the ones of the commands before 
 - Editing, history and completion: readline in bash (`read -e`); elsewhere what the terminal itself does.
 - Ctrl-C at the prompt drops the text; PID 1 adds a line end after it if readline reads, which would go on otherwise,
   and keeps back what is typed after it until readline reads again: in between, the terminal edits lines and takes keys
-  for its own. A readline that was left by force believes the terminal to be prepared until a read of its own times out
+  for its own. A readline that a trap has interrupted takes the terminal for prepared until one of its reads times out
   (`__sk_y`).
-- Ctrl-C elsewhere leaves the line: for a program that died of it see `enter` above; a line that is busy in the shell
-  itself gets LINE_SIGNAL from PID 1, which sees the key and keeps back what is typed after it until the shell has
-  heeded that. In bash a trap on DEBUG unwinds functions and sourced files above the depth of this text.
-- `exit`, `logout` and end-of-file leave the terminal and keep the shell. An `exit` inside a longer line ends the shell,
-  as in any command, and a `break` outside of a loop leaves the terminal.
+- Ctrl-C elsewhere abandons the line. If a program died of the key, the trap of `enter` does so. If the line keeps the
+  shell itself busy, PID 1, which sees the key, sends LINE_SIGNAL, and holds back later input until the shell has taken
+  the signal. In bash a trap on DEBUG unwinds functions and sourced files above the depth of this text.
+- `exit`, `logout` and end-of-file end the reading of lines and keep the shell. An `exit` inside a longer line ends the
+  shell, as in any command, and a `break` outside of a loop ends the reading of lines.
 
 In BusyBox sh an error in a subshell of a line (`(: </nowhere)`) computes until Ctrl-C; `command_driver` has the reason.
 
@@ -131,7 +131,7 @@ def restore() -> str:
 # Lines read from a terminal -----------------------------------------------------------------------------------------
 
 LINE_SIGNAL = 51
-"""Asks the shell to leave the line it runs. A realtime signal, so no command expects it."""
+"""Asks the shell to abandon the line that it runs. A realtime signal, so no command expects it."""
 
 _UNWIND_BASH = r"""__sk_u=1
 trap "case \$__sk_q\$((\${#BASH_SOURCE[@]}>__sk_d)) in 11) return 130;; esac" DEBUG; set -T
@@ -212,6 +212,7 @@ def read_lines(directory: str, argv: Sequence[str]) -> str:
 
 
 def _interrupt_action(*, bash: bool) -> str:
-    """Return the action of Ctrl-C: a line is left if its last program died of SIGINT, an unfinished text is dropped."""
+    """Return the action of Ctrl-C: abandon a line whose last program died of SIGINT; at the prompt, drop the unfinished
+    text."""
     unwind = _UNWIND_BASH if bash else _UNWIND
     return f"case $?$__sk_q in 1301) {unwind};; *0) __sk_w= __sk_i=i;; esac"

@@ -29,7 +29,7 @@ _LAST_TERMINAL_BYTES = 128 * 1024
 
 
 class FlowOwner(Protocol):
-    """The owner of flows."""
+    """The run that flows of input and output belong to."""
 
     @property
     def piece_bytes(self) -> int:

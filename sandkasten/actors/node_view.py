@@ -1,8 +1,8 @@
 """The node as it is seen from outside: answers of `Supervisor.system()`, `node()` and `metrics()`, and the watchdog.
 
-Owns no state. Metrics ask no actor that could make them wait: mailboxes, queues and the spool are read from outside,
-since metrics are wanted most when an actor does not answer. Facts about the machine come from `counters/node.py`, in a
-worker thread.
+Owns no state. Metrics ask no actor that could make them wait: mailboxes, queues and the output store are read from
+outside, since metrics are wanted most when an actor does not answer. Facts about the machine come from
+`counters/node.py`, in a worker thread.
 
 The watchdog of the service manager gets a sign of life only while the event loop turns and the store, nsinit and the
 sessions actor answer. A daemon that lives and can't work is started again, and sandboxes are adopted. A full disk is no
@@ -189,7 +189,7 @@ class MetricSources:
     metrics: Metrics
     directory: SessionDirectory
     journal: Journal
-    spool: OutputStore
+    output: OutputStore
     parts: Sequence[Ref]
     nsinit: Ref
     data_dir: Path
@@ -198,7 +198,7 @@ class MetricSources:
 
 
 async def measure(seen: MetricSources, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
-    """Return all metrics."""
+    """Return the metrics of a scrape. The reads of files take a worker thread."""
     statuses: Counter[Status] = Counter()
     for start, entry in enumerate(seen.directory):
         if start % _AT_ONCE == 0:
@@ -261,15 +261,15 @@ def _of_tree(seen: MetricSources, statuses: Mapping[Status, int]) -> list[Metric
 
 
 def _of_storage(seen: MetricSources) -> list[Metric]:
-    spool, journal = seen.spool, seen.journal
+    output, journal = seen.output, seen.journal
     return [
         gauge(
             "sandkasten_spool_bytes",
             "Output of runs that is kept.",
-            {"memory": spool.memory_bytes_used, "disk": spool.disk_bytes_used},
+            {"memory": output.memory_bytes_used, "disk": output.disk_bytes_used},
             "place",
         ),
-        CounterMetricFamily("sandkasten_spool_lost_bytes", "Output that the disk did not take.", spool.lost_bytes),
+        CounterMetricFamily("sandkasten_spool_lost_bytes", "Output that the disk did not take.", output.lost_bytes),
         GaugeMetricFamily("sandkasten_journal_rows", "Events in the database.", journal.rows),
         GaugeMetricFamily(
             "sandkasten_journal_unwritten", "Events that are not in the database yet.", journal.unwritten_count

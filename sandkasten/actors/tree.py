@@ -192,7 +192,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._history = UsageHistory(directory, self._nsinit)
         self._matchers = trio.CapacityLimiter(_MATCHERS)
         self._observers = trio.CapacityLimiter(_OBSERVERS)
-        self._is_spool_open = False
+        self._is_output_open = False
 
     @property
     def shares(self) -> KeyShares:
@@ -209,7 +209,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         return (
             ChildSpec("store", self._start_store),
             ChildSpec("events", self._start_events),
-            ChildSpec("spool", self._start_spool),
+            ChildSpec("output", self._start_output),
             ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
             ChildSpec("broker", self._start_broker_client, may_keep_failing=True),
             ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
@@ -232,11 +232,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         actor = events.Events(self._writer, self._journal, store=self._store, kept=self._config.events.keep)
         await actor.run(task_status=task_status)
 
-    async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
-        if not self._is_spool_open:  # a restart after a bug keeps the output
+    async def _start_output(self, *, task_status: trio.TaskStatus[None]) -> None:
+        if not self._is_output_open:  # a restart after a bug keeps the output
             live = {each.session.id for each in await self._store.ask_again(do(live_sessions))}
             await self._shared.output.open(live)
-            self._is_spool_open = True
+            self._is_output_open = True
         task_status.started()
         try:
             await self._shared.output.run()
@@ -731,7 +731,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             metrics=self._shared.metrics,
             directory=self._shared.directory,
             journal=self._shared.journal,
-            spool=self._shared.output,
+            output=self._shared.output,
             parts=(self._store, self._writer, self._nsinit, self._egress, self._images, self._sessions, self._reaper),
             nsinit=self._nsinit,
             data_dir=self._config.data_dir,

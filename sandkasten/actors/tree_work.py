@@ -151,14 +151,14 @@ class WorkOfSessions:
     ) -> AsyncIterator[RunReader]:
         with self._in_flight:
             entry = await self._live(session_id)
-            wish = self._command(entry, spec, on_disconnect)
-            claim = RunClaim(wish)
+            asked = self._command(entry, spec, on_disconnect)
+            claim = RunClaim(asked)
             try:
                 await entry.ref.ask(OpenRun(claim))
-                reader = RunReader(claim.run, is_joined=claim.run is not wish)
+                reader = RunReader(claim.run, is_joined=claim.run is not asked)
                 try:
-                    if claim.run is wish:
-                        await wish.started.wait()
+                    if claim.run is asked:
+                        await asked.started.wait()
                     yield reader
                 finally:
                     reader.close()
@@ -175,12 +175,12 @@ class WorkOfSessions:
     async def _exec(self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect) -> ExecResult:
         collector = Collector(self._config.server.output_cap_bytes)
         entry = await self._live(session_id)
-        wish = self._command(entry, spec, on_disconnect, collector)
-        claim = RunClaim(wish)
+        asked = self._command(entry, spec, on_disconnect, collector)
+        claim = RunClaim(asked)
         try:
-            entry.ref.post(RunToEnd(claim), wish.ended)
+            entry.ref.post(RunToEnd(claim), asked.ended)
             try:
-                return collector.result(await wish.ended.wait())
+                return collector.result(await asked.ended.wait())
             except Joined:
                 end = await claim.run.ended.wait()
                 return await _result_of(claim.run, end, collector)

@@ -208,13 +208,13 @@ def sandbox_tools(session: Session, *, timeout_ms: int = TIMEOUT_MS) -> list[Any
 
 
 class _CallIn(ToolCall):
-    """A call of a tool in one session, whoever made that."""
+    """A call of a tool in one session, which the caller made."""
 
     def __init__(self, session: Session) -> None:
         self._session, self.report, self.notes = session, None, []
 
-    async def box(self, *, may_make: bool = True) -> Session:
-        """Return the session."""
+    async def session(self, *, may_make: bool = True) -> Session:
+        """Return that session; none is ever made."""
         return self._session
 
     def forget(self) -> None:

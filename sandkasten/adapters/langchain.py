@@ -249,7 +249,8 @@ class SandkastenSandbox(BaseSandbox):
     def grep(
         self, pattern: str, path: str | None = None, glob: str | None = None, *, max_count: int | None = None
     ) -> GrepResult:
-        """Search for a text, of several lines for any of them. Files with NUL bytes or above 16 MiB are left out."""
+        """Search for a text; of several lines, for each that is not empty. Files with NUL bytes or above 16 MiB are
+        left out."""
         most = MAX_MATCHES if max_count is None else min(max_count + 1, MAX_MATCHES)
         texts = [text for text in pattern.split("\n") if text]
         fits = None

@@ -81,7 +81,7 @@ class KeyShares:
         return None if held is None else held.owner
 
     def release(self, session: Hashable) -> None:
-        """Forget a session."""
+        """Stop counting a session against the key that made it."""
         held = self._held.pop(session, None)
         if held is not None:
             of_owner = self._of[held.owner]

@@ -27,8 +27,8 @@ from sandkasten.building.dockerfile import (
 )
 from sandkasten.building.ignoring import is_pattern
 from sandkasten.building.words import expand, expand_document
+from sandkasten.image_names import BUILD_CACHE, NEW_IMAGE
 from sandkasten.sdk import waiting
-from sandkasten.sdk.types import BUILD_CACHE
 
 if TYPE_CHECKING:
     from sandkasten.sdk import SandboxClient, Session
@@ -43,7 +43,6 @@ _IDLE_S = 600
 """Time after which a session ends whose builder is gone without a word."""
 _END_S = 30.0
 """Time for the end of a session, or for the removal of what a build has made for itself."""
-_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?\Z")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?(?:/(tcp|udp|sctp))?\Z")
 _MAX_PORT = 65535
 _SIGNALS = 128
@@ -78,10 +77,10 @@ class BuildWatch:
     """Listener to a build: `told` gets lines for the person, `written` the output of RUN."""
 
     def told(self, line: str) -> None:
-        """Take a line."""
+        """Take a line that tells a person of the build's progress."""
 
     async def written(self, data: bytes) -> None:
-        """Take output of a command."""
+        """Take output of a RUN."""
 
 
 @dataclass
@@ -200,7 +199,7 @@ class Builder:
     async def _check_name(self) -> None:
         """Refuse a name that the image can't have, before the work."""
         name = self._terms.name
-        if not _IMAGE_NAME.match(name) or name.startswith(BUILD_CACHE):
+        if not NEW_IMAGE.match(name) or name.startswith(BUILD_CACHE):
             raise BuildError(
                 f"{name!r} is no name for an image: 1 to 64 letters, digits, '.', '_' and '-', or NAME:TAG"
             )

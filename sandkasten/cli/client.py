@@ -245,7 +245,7 @@ async def _find(client: SandboxClient, name: str, *, ended: bool) -> str:
 
 
 def remember(client: SandboxClient, session_id: str) -> None:
-    """Keep the id of the session that `-` means from now on, for each server."""
+    """Record that `-` stands for this session from now on, at this server."""
     last = _read_last()
     if last.get(client.base_url) == session_id:
         return

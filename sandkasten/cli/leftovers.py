@@ -46,7 +46,7 @@ from sandkasten.host.leftovers import CantLook, Survey, has_daemon, look, move_t
 from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.model import Session
 from sandkasten.model.node import Machine
-from sandkasten.output.disk import SpoolFile, list_spool
+from sandkasten.output.disk import OutputFile, list_output_files
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_snapshot
 from sandkasten.store.sessions import SessionRecord
@@ -134,7 +134,9 @@ def describe(leftover: Leftover, found: LeftoverReport) -> str:
 
 
 def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> LeftoverReport:
-    files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session's row is older than its files
+    files = list_output_files(
+        DataPaths(config.data_dir).spool
+    )  # before the rows: a session's row is older than its files
     try:
         with open_snapshot(config.db_path, is_in_use=is_served) as database:
             known = _Known() if database is None else _read(database, ask_for)
@@ -175,7 +177,7 @@ def _read(database: sqlite3.Connection, ask_for: Collection[str]) -> _Known:
 
 
 def _plan(
-    config: Config, records: Sequence[SessionRecord], survey: Survey, files: Sequence[SpoolFile], *, is_served: bool
+    config: Config, records: Sequence[SessionRecord], survey: Survey, files: Sequence[OutputFile], *, is_served: bool
 ) -> Reconciliation:
     """Plan as a start does. Beside a daemon every id is the daemon's own, and so is all output."""
     owned = frozenset[str]()
@@ -183,7 +185,7 @@ def _plan(
         owned = frozenset({each.session_id for each in survey.found} | {each.session.id for each in records})
     leftovers = as_leftovers(survey.leftovers)
     return plan_reconciliation(
-        Observed(records, survey.found, read_boot_id(), leftovers, owned, is_start=True, spool=files)
+        Observed(records, survey.found, read_boot_id(), leftovers, owned, is_start=True, output_files=files)
     )
 
 

@@ -329,7 +329,7 @@ async def commit_session(arguments: argparse.Namespace, client: SandboxClient) -
 
 
 async def list_keys(arguments: argparse.Namespace, client: SandboxClient) -> int:
-    """List the API keys of the server with their use; needs an administrator's."""
+    """List the API keys of the server with their use. Needs an administrator's key."""
     keys = await client.keys()
     if arguments.json:
         for each in keys:

@@ -11,7 +11,7 @@ from sandkasten.images.catalog import Catalog
 
 
 def notices(config: Config) -> list[str]:
-    """Return a sentence for each."""
+    """Return a sentence for each setting or condition that an operator should know of at a start."""
     return [
         *config.notices(),
         *disk_notices(config.data_dir, config.defaults.disk_limit_mb),

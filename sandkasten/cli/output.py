@@ -40,7 +40,7 @@ def print_json(value: object) -> None:
 
 
 def plain(value: object) -> Any:  # a JSON value
-    """Return a value that JSON has."""
+    """Return the fields of a dataclass's instance as a mapping, any other value as it is."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 

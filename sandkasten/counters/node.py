@@ -68,7 +68,8 @@ def read_bounds(cgroup_dirs: Mapping[str, str]) -> Bounds:
 
 
 def read_totals(data_dir: Path, bounds: Bounds, *, max_sessions: int) -> Amounts:
-    """Return the totals of the node."""
+    """Return how much the machine has for sessions in all: its own amounts, or a bound above the sessions if that is
+    lower."""
     space = os.statvfs(data_dir)
     return Amounts(
         sessions=max_sessions,

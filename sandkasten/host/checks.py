@@ -186,7 +186,7 @@ class CheckRow:
 
 
 def works(check_id: str, seen: str) -> Check:
-    """Return a successful check."""
+    """Return a check that succeeded. `seen`: the finding, in words."""
     row = CATALOGUE[check_id]
     return Check(check_id, row.title, Verdict.WORKS, seen, row.protection)
 

@@ -53,9 +53,10 @@ _MAX_MACHINE_BYTES = 1024 * 1024
 def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = False) -> Machine:
     """Return the examination of this machine for that data directory, which need not exist.
 
-    A process tries once for each file system: the abilities of a kernel do not change while it runs. With `thorough`
-    every trial is made afresh, also those that take a moment or write to the kernel's log. With a `config` the pools of
-    the machine are compared with the sessions that there may be, and what it asks for besides is looked at.
+    The abilities of a kernel do not change while the kernel runs, so a process probes once for each file system, and
+    again after a failed trial. With `thorough` every trial is made afresh, also those that take a moment or write to
+    the kernel's log. With a `config` the examination also compares the machine's limits with `server.max_sessions`, and
+    checks what the configuration's settings need.
     """
     host = read_host(data_dir)
     directory = _writable_place(data_dir)
@@ -63,7 +64,7 @@ def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = Fa
         tried = probe(directory, host, "thorough")
     else:
         has_bridge = config is not None and config.may_bridge
-        tried = _try_once(_Place(directory.stat().st_dev, has_bridge, directory, host))
+        tried = _probe_once(_ProbeKey(directory.stat().st_dev, has_bridge, directory, host))
     by_id = {check.id: check for check in tried.checks}
     by_id |= {check_id: row.read(host) for check_id, row in CATALOGUE.items() if row.read is not None}
     in_order = [by_id[check_id] for check_id in CATALOGUE if check_id in by_id]
@@ -92,8 +93,8 @@ def _writable_place(data_dir: Path) -> Path:
 
 
 @attrs.frozen
-class _Place:
-    """A directory for the probe. Directories on one file system are equal."""
+class _ProbeKey:
+    """The arguments of a probe, as the key of its cached answer: directories on one file system are equal."""
 
     device: int
     has_bridge: bool
@@ -103,32 +104,34 @@ class _Place:
 
 @attrs.frozen
 class Probed:
-    """The answer of the probe."""
+    """The answer of the probe: a check for each trial, and facts of the machine."""
 
     checks: list[Check]
     facts: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
 
 
-class _Lacks(Exception):
-    """A trial failed; raised so that the cache forgets it, and a machine that was mended is tried again."""
+class _TrialFailed(Exception):
+    """Carries an answer with a failed trial past the cache. The next examination probes again, since the machine may
+    have been mended."""
 
     def __init__(self, probed: Probed) -> None:
         super().__init__()
         self.probed = probed
 
 
-def _try_once(place: _Place) -> Probed:
+def _probe_once(key: _ProbeKey) -> Probed:
+    """Return the answer of the probe, from the cache if every trial succeeded before."""
     try:
-        return _tried(place)
-    except _Lacks as lacks:
-        return lacks.probed
+        return _cached_probe(key)
+    except _TrialFailed as failed:
+        return failed.probed
 
 
 @functools.lru_cache(maxsize=8)
-def _tried(place: _Place) -> Probed:
-    probed = probe(place.path, place.host, *(["bridge"] if place.has_bridge else []))
+def _cached_probe(key: _ProbeKey) -> Probed:
+    probed = probe(key.path, key.host, *(["bridge"] if key.has_bridge else []))
     if any(check.verdict in (Verdict.MISSING, Verdict.NOT_TRIED) for check in probed.checks):
-        raise _Lacks(probed)
+        raise _TrialFailed(probed)
     return probed
 
 

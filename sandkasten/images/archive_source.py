@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from sandkasten.config import MIB
-from sandkasten.images.archives import ArchiveKind, ImageArchive, Stretch, look
+from sandkasten.images.archives import ArchiveKind, ImageArchive, MemberBytes, open_archive
 from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
@@ -104,7 +104,8 @@ class ArchiveSource:
         return blob.digest, require_manifest(document)
 
     def _of_docker(self, platform: Platform, max_layers: int) -> tuple[str, Manifest]:
-        """Make the manifest that `docker save` writes none of: its layers have the digests of their content."""
+        """Make a manifest, since `docker save` writes none. The digests of its layers are those of their content, as
+        the configuration has them."""
         there = read_saved(self._read("manifest.json"), max_layers=max_layers)
         found: Sequence[SavedImage] = choose_ref(there, self.ref)
         if len(found) != 1:
@@ -151,7 +152,7 @@ def _check(is_right: bool, blob: Blob) -> None:
         raise DigestMismatch(f"the archive has another file as {blob.digest}", digest=blob.digest)
 
 
-async def _feed(part: Stretch, fd: int, blob: Blob | None) -> None:
+async def _feed(part: MemberBytes, fd: int, blob: Blob | None) -> None:
     """Write a part of a file into a pipe, and close that. Raises `DigestMismatch`: it is not `blob`."""
     digest = hashlib.sha256()
     try:
@@ -168,7 +169,7 @@ async def _feed(part: Stretch, fd: int, blob: Blob | None) -> None:
         _check(f"sha256:{digest.hexdigest()}" == blob.digest, blob)
 
 
-def _feed_some(part: Stretch, at: int, fd: int, digest: hashlib._Hash | None) -> None:
+def _feed_some(part: MemberBytes, at: int, fd: int, digest: hashlib._Hash | None) -> None:
     end = min(at + _TURN_BYTES, part.size)
     while at < end:
         data = part.read(at, min(_PIECE_BYTES, end - at))
@@ -204,7 +205,7 @@ class ArchiveImport:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[ImageArchive | None]:
-        """Look at what the file is; None: no archive of images."""
+        """Open the file as an archive of images; None: it is none."""
         stack = ExitStack()
         try:
 
@@ -216,7 +217,7 @@ class ArchiveImport:
                 self.blobs.require_room(size)
 
             most = self.terms.settings.max_pull_mb * MIB
-            yield await trio.to_thread.run_sync(look, self.fd, make_spool, most, check)
+            yield await trio.to_thread.run_sync(open_archive, self.fd, make_spool, most, check)
         finally:
             with trio.CancelScope(shield=True):  # blocks of a large file take their time to be freed
                 await trio.to_thread.run_sync(stack.close)
@@ -228,7 +229,7 @@ class ArchiveImport:
     async def _run_rootfs(self) -> NewImage:
         if self.ref is not None:
             raise InvalidImage("the tar of a root file system has no images to choose from")
-        os.lseek(self.fd, 0, os.SEEK_SET)  # where the look left it, nobody knows
+        os.lseek(self.fd, 0, os.SEEK_SET)  # `open_archive` has moved the offset
         terms = self.terms
         async with terms.turns.making():
             layers = [await terms.store.unpack_layer(self.fd, "")]

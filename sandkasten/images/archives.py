@@ -1,11 +1,11 @@
 """Archives of images: what kind a file is, and where in it an image's documents and layers are.
 
 `docker save`, and the tar of an OCI image layout, have whole layers as members, beside documents that name them. Such
-an outer archive is never unpacked: a look at its headers finds each member's place, and members are asked for by the
-names that a document says, which no file system sees. So a member called `../x` is one that nobody asks for.
+an outer archive is never unpacked: its headers say where each member's bytes are, and a member is read under the name
+that a document of the archive has for it. No file system sees these names, so a member called `../x` does no harm.
 
-Whoever looks has no root. Headers are read here and not by `tarfile`, which takes extended headers, and maps of holes,
-of any size into memory: here a header is 512 bytes, or a bounded record. Blocking: call it from a thread.
+The reader has no root. Headers are read here and not by `tarfile`, which takes extended headers, and maps of holes, of
+any size into memory: here a header is 512 bytes, or a bounded record. Blocking: call it from a thread.
 Sources: pax(1), "ustar Interchange Format", "pax Header Block"; tar(5), "GNU tar Archives"; the OCI image specification
 (image-layout.md); Docker's image specification 1.2, "Combined Image JSON + Filesystem Changeset Format".
 """
@@ -36,7 +36,7 @@ _MAX_RECORD_BYTES = 64 << 10
 _MAX_NAME_CHARS = 4096
 _MAX_DIGITS = 16
 _PIECE_BYTES = 1 << 20
-_LOOK_BYTES = 64 << 20
+_CHECK_EVERY_BYTES = 64 << 20
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _OCI, _DOCKER = frozenset({"oci-layout", "index.json"}), frozenset({"manifest.json"})
 _TOP = """
@@ -56,22 +56,23 @@ class ArchiveKind(enum.Enum):
 
 
 @attrs.frozen
-class Stretch:
-    """A part of an open file."""
+class MemberBytes:
+    """The bytes of a member, as a part of an open file."""
 
     fd: int
     start: int
     size: int
 
     def read(self, at: int, size: int) -> bytes:
-        """Return some of its bytes. Raises `InvalidImage` where the file ends before."""
+        """Return at most `size` bytes from offset `at` in the part. Raises `InvalidImage`: the file ends before the
+        part does."""
         data = os.pread(self.fd, min(size, self.size - at), self.start + at)
         if not data and at < self.size:
             raise InvalidImage("the archive ends before its end")
         return data
 
     def read_all(self, most: int, what: str) -> bytes:
-        """Return all of a small one. Raises `TooLarge`."""
+        """Return all bytes. Raises `TooLarge` for more than `most`; `what` names the part in the error."""
         if self.size > most:
             raise TooLarge(f"{what} has {self.size} bytes", limit=most)
         data = b""
@@ -81,31 +82,31 @@ class Stretch:
 
 
 class ImageArchive(Protocol):
-    """An archive of images."""
+    """The members of an archive of images, read in place whatever its layout."""
 
     @property
     def kind(self) -> ArchiveKind: ...
 
-    def opened(self, name: str) -> contextlib.AbstractContextManager[Stretch]:
+    def opened(self, name: str) -> contextlib.AbstractContextManager[MemberBytes]:
         """Open a member for as long as the context. Raises `InvalidImage`: there is none of that name."""
         ...
 
 
 @attrs.frozen
 class OuterTar:
-    """An outer tar: each member's place, or the name that a link leads to."""
+    """An outer tar: the bytes of each member, or the name that a link leads to."""
 
     kind: ArchiveKind
-    members: Mapping[str, Stretch | str]
+    members: Mapping[str, MemberBytes | str]
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[Stretch]:
+    def opened(self, name: str) -> Iterator[MemberBytes]:
         """See `ImageArchive`. One link is followed, within the archive: `docker save` wrote such for a layer that is
         there twice."""
         found = self.members.get(_plain(name))
         if isinstance(found, str):
             found = self.members.get(found)
-        if not isinstance(found, Stretch):
+        if not isinstance(found, MemberBytes):
             raise InvalidImage(f"the archive has no file {name[:200]!r}")
         yield found
 
@@ -118,7 +119,7 @@ class LayoutDirectory:
     kind: ArchiveKind = ArchiveKind.OCI
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[Stretch]:
+    def opened(self, name: str) -> Iterator[MemberBytes]:
         """See `ImageArchive`. A name is `index.json`, or made of a digest."""
         fds = [self.fd]
         try:
@@ -132,24 +133,24 @@ class LayoutDirectory:
             found = os.fstat(fds[-1])
             if not stat.S_ISREG(found.st_mode):
                 raise InvalidImage(f"{name} is no file in the directory")
-            yield Stretch(fds[-1], 0, found.st_size)
+            yield MemberBytes(fds[-1], 0, found.st_size)
         finally:
             for fd in fds[:0:-1]:
                 os.close(fd)
 
 
-def look(
+def open_archive(
     fd: int, make_spool: Callable[[], IO[bytes]], max_bytes: int, check_room: Callable[[int], None]
 ) -> ImageArchive | None:
-    """Return the archive of images in a directory or a file that can be sought in; None for anything else, such as the
-    tar of a root file system, which the unpacker judges.
+    """Return the archive of images that a directory or a seekable file is; None for any other file, such as the tar of
+    a root file system, which the unpacker judges.
 
-    An outer tar that is compressed, by gzip or zstd, is written to a file of `make_spool`, which stays open for as long
-    as the archive is used. `check_room` raises when the disk has no more room for so many bytes.
+    A compressed outer tar (gzip or zstd) is decoded into a file of `make_spool`, which stays open for as long as the
+    archive is used. `check_room` raises when the disk has no room for that many bytes.
 
     Raises:
-        InvalidImage: it is an archive of images, and a broken one.
-        TooLarge: it has more bytes than `max_bytes` uncompressed, or more than `MAX_MEMBERS` members.
+        InvalidImage: the file is a broken archive of images.
+        TooLarge: the archive has more than `max_bytes` uncompressed, or more than `MAX_MEMBERS` members.
         DiskReserve: by `check_room`.
         DiskFull.
     """
@@ -157,31 +158,31 @@ def look(
         return LayoutDirectory(fd)
     head = os.pread(fd, len(_ZSTD), 0)
     if not head.startswith((_GZIP, _ZSTD)):
-        return _walk(_Plain(fd))
+        return _walk(_PlainFile(fd))
     with open(os.dup(fd), "rb") as file:
         file.seek(0)
         decoder = gzip.GzipFile(fileobj=file) if head.startswith(_GZIP) else zstd.ZstdFile(file)
         with decoder:
-            return _walk(_Decoded(decoder, make_spool(), max_bytes, check_room))
+            return _walk(_DecodedFile(decoder, make_spool(), max_bytes, check_room))
 
 
 class _Decoder(Protocol):
     def read1(self, size: int, /) -> bytes: ...
 
 
-class _Tape(Protocol):
-    """A file that may still be in the making."""
+class _TarBytes(Protocol):
+    """The bytes of an outer tar by offset. A compressed tar is decoded as far as is asked for."""
 
     @property
     def fd(self) -> int: ...
 
     def read(self, at: int, size: int) -> bytes:
-        """Return bytes: fewer at the end. Raises `_BrokenTar`."""
+        """Return `size` bytes from offset `at`, fewer at the end. Raises `_BrokenTar`."""
         ...
 
 
 @attrs.frozen
-class _Plain:
+class _PlainFile:
     fd: int
 
     def read(self, at: int, size: int) -> bytes:
@@ -189,27 +190,27 @@ class _Plain:
 
 
 @attrs.define
-class _Decoded:
-    """A compressed file, which is decoded as far as it is asked for, into a file."""
+class _DecodedFile:
+    """A compressed tar, and the file that has its decoded beginning of `_size` bytes."""
 
     _source: _Decoder
     _spool: IO[bytes]
-    _most: int
+    _max_bytes: int
     _check_room: Callable[[int], None]
-    _have: int = 0
+    _size: int = 0
 
     @property
     def fd(self) -> int:
         return self._spool.fileno()
 
     def read(self, at: int, size: int) -> bytes:
-        while self._have < at + size and (piece := self._decoded()):
-            if self._have + len(piece) > self._most:
-                raise TooLarge(f"the archive has more than {self._most} bytes", limit=self._most)
-            if self._have // _LOOK_BYTES != (self._have + len(piece)) // _LOOK_BYTES:
-                self._check_room(_LOOK_BYTES)
-            write_at(self.fd, piece, self._have)
-            self._have += len(piece)
+        while self._size < at + size and (piece := self._decoded()):
+            if self._size + len(piece) > self._max_bytes:
+                raise TooLarge(f"the archive has more than {self._max_bytes} bytes", limit=self._max_bytes)
+            if self._size // _CHECK_EVERY_BYTES != (self._size + len(piece)) // _CHECK_EVERY_BYTES:
+                self._check_room(_CHECK_EVERY_BYTES)
+            write_at(self.fd, piece, self._size)
+            self._size += len(piece)
         return os.pread(self.fd, size, at)
 
     def _decoded(self) -> bytes:
@@ -223,11 +224,11 @@ class _BrokenTar(Exception):
     """Bytes that are no tar."""
 
 
-def _walk(tape: _Tape) -> OuterTar | None:
-    """Return the archive of images that a tar is."""
-    members: dict[str, Stretch | str] = {}
+def _walk(source: _TarBytes) -> OuterTar | None:
+    """Return the archive of images that a tar is; None if it is none."""
+    members: dict[str, MemberBytes | str] = {}
     try:
-        for count, (name, member) in enumerate(_members(tape)):
+        for count, (name, member) in enumerate(_members(source)):
             if name.partition("/")[0] in _ROOTS or (count == MAX_MEMBERS and _kind(members) is None):
                 return None
             if count == MAX_MEMBERS:
@@ -248,13 +249,14 @@ def _kind(members: Mapping[str, object]) -> ArchiveKind | None:
     return ArchiveKind.DOCKER if members.keys() >= _DOCKER else None
 
 
-def _members(tape: _Tape) -> Iterator[tuple[str, Stretch | str | None]]:
-    """Yield name and place of each file, name and target of each link, and None for a member of another kind."""
+def _members(source: _TarBytes) -> Iterator[tuple[str, MemberBytes | str | None]]:
+    """Yield the name and the bytes of each file, the name and the target of each link, and the name and None for a
+    member of another kind."""
     at = 0
     records: dict[str, str] = {}
     taken = 0  # bytes of headers before the member that they are about
     while True:
-        block = tape.read(at, _BLOCK)
+        block = source.read(at, _BLOCK)
         if len(block) == _BLOCK and not block.strip(b"\0"):
             return
         try:
@@ -268,12 +270,12 @@ def _members(tape: _Tape) -> Iterator[tuple[str, Stretch | str | None]]:
             taken += _BLOCK + header.size
             if taken > _MAX_RECORD_BYTES:
                 raise _BrokenTar("a header is too large")
-            records |= _RECORDS[header.type](tape.read(at, header.size))
+            records |= _RECORDS[header.type](source.read(at, header.size))
             at += _whole(header.size)
             continue
         size = _number(records.get("size", str(header.size)))
         name, target = records.get("path", header.name), records.get("linkpath", header.linkname)
-        member: Stretch | str | None = None
+        member: MemberBytes | str | None = None
         if max(len(name), len(target)) > _MAX_NAME_CHARS:
             raise _BrokenTar("a name is too long")
         if header.issym():
@@ -281,7 +283,7 @@ def _members(tape: _Tape) -> Iterator[tuple[str, Stretch | str | None]]:
         elif header.islnk():
             member = _plain(target)
         elif header.isreg() and not any(each.startswith("GNU.sparse.") for each in records):
-            member = Stretch(tape.fd, at, size)
+            member = MemberBytes(source.fd, at, size)
         yield _plain(name), member
         # As tarfile has it: links, directories and devices have no content, whatever size they say.
         if header.isreg() or header.type not in tarfile.SUPPORTED_TYPES:
@@ -324,7 +326,7 @@ def _number(text: str) -> int:
 
 
 def _whole(size: int) -> int:
-    """Return a size in whole blocks."""
+    """Return a size rounded up to whole blocks."""
     return -(-size // _BLOCK) * _BLOCK
 
 

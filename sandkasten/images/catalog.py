@@ -28,13 +28,13 @@ from typing import Literal
 import attrs
 
 from sandkasten.config import ConfigError
+from sandkasten.image_names import BUILD_CACHE
 from sandkasten.images import rootfs
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE, NEW_IMAGE
 from sandkasten.model.errors import InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
-from sandkasten.sdk.types import BUILD_CACHE
 
 META = "meta.json"
 HOST = "host"
@@ -315,7 +315,7 @@ class Catalog:
         return any(each == HOST or self._find(each) is not None for each in (name, self._aliases.get(name, name)))
 
     def stamp(self, name: str) -> Stamp:
-        """Return a value that changes when the answer of `get(name)` does; without reading."""
+        """Return a value that changes whenever the answer of `get(name)` changes. No file is read."""
         target = self._aliases.get(name, "")
         if IMAGE_NAME.match(name) and (not target or IMAGE_NAME.match(target)):
             return self._stat(name), self._stat(target)

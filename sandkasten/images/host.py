@@ -142,10 +142,10 @@ def _make_tree(target: Path, root: Path) -> None:
         _make_parents(target, Path(PYTHON))
         (target / PYTHON).symlink_to(python3)
     if debian.is_debian(root):
-        _furnish_debian(target, root)
+        _add_debian_files(target, root)
 
 
-def _furnish_debian(target: Path, root: Path) -> None:
+def _add_debian_files(target: Path, root: Path) -> None:
     """Add what Debian's tools need; see `debian.py`."""
     for name in debian.DIRECTORIES:
         _make_parents(target, Path(name))

@@ -82,7 +82,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """A digest of all that the recipe says."""
+        """SHA-256 over every field of the recipe, in hex."""
         return hashlib.sha256(json.dumps(attrs.asdict(self), sort_keys=True).encode()).hexdigest()
 
 

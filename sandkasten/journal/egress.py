@@ -83,7 +83,7 @@ class SessionEgressLog:
         return self._last
 
     def add(self, entry: protocol.EgressEntry) -> EgressEntry | None:
-        """Keep an entry and return it; one that is allowed is not kept where refusals alone are logged."""
+        """Keep an entry and return it. Where refusals alone are logged, drop an allowed one and return None."""
         if entry.verdict == "allowed" and self.logging is EgressLogging.DENIED:
             return None
         self._last += 1

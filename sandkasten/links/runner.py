@@ -70,8 +70,11 @@ class RunnerConnection:
         self._steps_in_a_row = 0
         self.is_idle = True
         self._is_roomy = False
-        self._sending = 0
-        self._unsent = b""
+        self._senders = 0
+        """Tasks that send a frame or wait for `_send_lock`."""
+        self._frame_rest = b""
+        """The unsent end of a frame, which goes out before any other frame: the socket took only the beginning, or the
+        sender was cancelled."""
         self._patience: trio.CancelScope | None = None
         self._send_lock = trio.Lock()
 
@@ -118,12 +121,12 @@ class RunnerConnection:
 
     @property
     def is_sending(self) -> bool:
-        """Whether a frame is being sent, was left half sent, or waits to be sent."""
-        return self._sending > 0 or bool(self._unsent)
+        """Whether a frame is half sent, or a task sends one or waits for its turn."""
+        return self._senders > 0 or bool(self._frame_rest)
 
     def spend_if_sending(self) -> None:
-        """Carry no other request if a frame is half sent or waits to be sent."""
-        if self._sending > 0 or self._unsent:
+        """Make the connection unfit for another request if a frame is half sent or waits to be sent."""
+        if self.is_sending:
             self.is_idle = False
 
     def wait_until(self, deadline: float) -> None:
@@ -177,8 +180,8 @@ class RunnerConnection:
     async def _send_frame(
         self, kind: Kind, body: bytes | memoryview, fd: int | None = None, within_s: float = math.inf
     ) -> bool:
-        """Send a frame, and return whether there was time enough. Mostly the socket takes all of it at once, and
-        neither the lock nor a switch of tasks is needed."""
+        """Send a frame, and return whether it was sent within `within_s`. Mostly the socket takes the whole frame at
+        once, and neither the lock nor a switch of tasks is needed."""
         parts = encode_header(kind, len(body)), body
         sent_bytes = 0
         if fd is None and not self.is_sending:
@@ -192,25 +195,26 @@ class RunnerConnection:
                 return True
         frame = b"".join(parts)
         if sent_bytes:
-            self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
+            self._frame_rest, frame = frame[sent_bytes:], b""  # so that no frame of another task gets in between
         with trio.move_on_after(within_s) as scope:
             await self._send_in_turn(frame, fd)
         return not scope.cancelled_caught
 
     async def _send_in_turn(self, frame: bytes, fd: int | None = None) -> None:
-        """Send what is left of a cut frame, and then this one."""
-        self._sending += 1
+        """Send the rest of a half-sent frame, and then this frame."""
+        self._senders += 1
         try:
             async with self._send_lock:
-                frame = self._unsent + frame
+                frame = self._frame_rest + frame
                 sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
                 await self._send_all(memoryview(frame)[sent_bytes:])
         finally:
-            self._sending -= 1
+            self._senders -= 1
 
     async def _send_all(self, data: memoryview) -> None:
-        whole, before = len(data), self._unsent
-        self._unsent = b""
+        """Send the bytes, which begin with `_frame_rest`. Cancelled, it leaves there the rest of a frame once begun."""
+        whole, before = len(data), self._frame_rest
+        self._frame_rest = b""
         try:
             while data:
                 try:
@@ -223,7 +227,7 @@ class RunnerConnection:
         except _CLOSED as error:
             raise _lost() from error
         except trio.Cancelled:
-            self._unsent = bytes(data) if len(data) < whole else before
+            self._frame_rest = bytes(data) if len(data) < whole else before
             raise
 
     async def _send_first(self, data: bytes, fd: int) -> int:

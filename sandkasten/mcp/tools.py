@@ -61,15 +61,16 @@ class ToolCall:
     report: Report | None = None
     notes: list[str] = field(default_factory=list)
 
-    async def box(self, *, may_make: bool = True) -> Session:
-        """Return the sandbox, made if there is none; without `may_make` that is `NoSandbox`."""
+    async def session(self, *, may_make: bool = True) -> Session:
+        """Return the session of the sandbox, made if there is none. Raises `NoSandbox`: there is none, and `may_make`
+        is false."""
         session, note = await self.sandboxes.session(self.sandbox, may_make=may_make)
         if note:
             self.notes.append(note)
         return session
 
     def forget(self) -> None:
-        """Look for the sandbox anew at the next use: it has ended."""
+        """Forget the sandbox, which has ended: the next use finds or makes another."""
         self.sandboxes.forget(self.sandbox)
 
 
@@ -149,13 +150,13 @@ def _in_words(error: errors.SandkastenError) -> str:
 async def _bash(call: ToolCall, arguments: Arguments) -> ToolReply:
     shell = arguments.get("shell")
     if arguments.get("restart"):
-        return await _restart(await call.box(), shell)
+        return await _restart(await call.session(), shell)
     command = arguments.get("command")
     if not command:
         return ToolReply("bash needs a `command`, or `restart`", is_error=True)
-    box = await call.box()
+    session = await call.session()
     if arguments.get("background"):
-        run = await box.process(command, merged=True)
+        run = await session.process(command, merged=True)
         return ToolReply(
             f"[in the background, exec_id={run.id}: read it with bash_output, end it with kill]",
             {"output": "", "exec_id": run.id, "is_running": True},
@@ -164,15 +165,15 @@ async def _bash(call: ToolCall, arguments: Arguments) -> ToolReply:
 
     async def work() -> ExecResult:
         limit_ms = arguments.get("timeout_ms") or COMMAND_MS
-        return await box.exec(command, timeout_ms=limit_ms, shell=shell, on_timeout="result", exec_id=exec_id)
+        return await session.exec(command, timeout_ms=limit_ms, shell=shell, on_timeout="result", exec_id=exec_id)
 
-    run = box.run(exec_id)
+    run = session.run(exec_id)
     try:
         result = await _reporting(call, run, work)
     except errors.ShellNotFound:
         assert shell is not None  # the default shell is always there
         with suppress(errors.Conflict):  # made by a call that came at once
-            await box.shell(shell)
+            await session.shell(shell)
         result = await _reporting(call, run, work)
     advice = f"bash_output exec_id={exec_id} offset={{}}"
     text, is_cut = shorten(clean(result.output), advice, missing=result.bytes_omitted or 0)
@@ -192,21 +193,21 @@ async def _bash(call: ToolCall, arguments: Arguments) -> ToolReply:
     )
 
 
-async def _restart(box: Session, shell: str | None) -> ToolReply:
+async def _restart(session: Session, shell: str | None) -> ToolReply:
     """End what runs in a shell and begin a fresh one; the default shell keeps its directory and exported variables."""
-    found = next((each for each in await box.shells() if each.name == (shell or "default")), None)
+    found = next((each for each in await session.shells() if each.name == (shell or "default")), None)
     if found is None:
         return ToolReply(f"there is no shell {shell!r}; a command makes it", is_error=True)
     for exec_id in ([found.running.exec_id] if found.running else []) + list(found.queued):
         try:
-            await box.run(exec_id).cancel(now=True)
+            await session.run(exec_id).cancel(now=True)
         except (errors.ExecNotFound, errors.ExecEnded, errors.ExecGone):
             pass
     if shell is None or shell == "default":
-        await box.exec("cd /workspace; exit 0", timeout_ms=10_000, on_timeout="result")
+        await session.exec("cd /workspace; exit 0", timeout_ms=10_000, on_timeout="result")
     else:
-        await box.close_shell(shell)
-        await box.shell(shell)
+        await session.close_shell(shell)
+        await session.shell(shell)
     kept = "; exported variables are kept" if shell in (None, "default") else ""
     return ToolReply(f"[the shell was restarted, cwd /workspace{kept}]", {"output": ""})
 
@@ -264,7 +265,7 @@ async def _bash_output(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 
 async def _known_run(call: ToolCall, arguments: Arguments) -> Run:
-    return (await call.box(may_make=False)).run(arguments["exec_id"])
+    return (await call.session(may_make=False)).run(arguments["exec_id"])
 
 
 async def _write_stdin(call: ToolCall, arguments: Arguments) -> ToolReply:
@@ -287,7 +288,7 @@ async def _kill(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 async def _read(call: ToolCall, arguments: Arguments) -> ToolReply:
     path = arguments["file_path"]
-    files = (await call.box()).files
+    files = (await call.session()).files
     if (media_type := _IMAGES.get(path.rpartition(".")[2].lower())) is not None:
         size = (await files.stat(path, follow=True)).size
         if size > MAX_IMAGE_BYTES:
@@ -307,14 +308,14 @@ async def _read(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 async def _write(call: ToolCall, arguments: Arguments) -> ToolReply:
     path = arguments["file_path"]
-    written = await (await call.box()).files.write(path, arguments["content"])
+    written = await (await call.session()).files.write(path, arguments["content"])
     return ToolReply(f"[{written.path}, {words_of_size(written.size)} written]")
 
 
 async def _edit(call: ToolCall, arguments: Arguments) -> ToolReply:
     edit = {"path": arguments["file_path"], "old": arguments["old_string"], "new": arguments["new_string"]}
     edit |= {"op": "replace", **({"count": "all"} if arguments.get("replace_all") else {})}
-    (made,) = await (await call.box()).files.edit([edit])
+    (made,) = await (await call.session()).files.edit([edit])
     diff, _ = shorten(made.diff or "", max_chars=MAX_CHARS // 6)
     return ToolReply(f"{_line(diff)}[{made.path}: {made.replacements} replaced]")
 
@@ -324,7 +325,7 @@ async def _apply_patch(call: ToolCall, arguments: Arguments) -> ToolReply:
         edits = _edits_of(arguments["input"])
     except ValueError as error:
         return ToolReply(str(error), is_error=True)
-    made = await (await call.box()).files.edit(edits)
+    made = await (await call.session()).files.edit(edits)
     return ToolReply("\n".join(f"[{each.path}: done]" for each in made))
 
 
@@ -357,14 +358,14 @@ def _edits_of(patch: str) -> list[dict[str, Any]]:  # JSON values
 
 
 async def _glob(call: ToolCall, arguments: Arguments) -> ToolReply:
-    files = (await call.box()).files
+    files = (await call.session()).files
     paths = await files.glob(arguments["pattern"], arguments.get("path") or "", limit=MAX_PATHS + 1)
     text, _ = shorten("\n".join(paths[:MAX_PATHS]) or "[no file]", "a narrower pattern shows it")
     return ToolReply(text + (f"\n[more than {MAX_PATHS}: a narrower pattern shows them]" if paths[MAX_PATHS:] else ""))
 
 
 async def _grep(call: ToolCall, arguments: Arguments) -> ToolReply:
-    found = await (await call.box()).files.search(
+    found = await (await call.session()).files.search(
         arguments["pattern"],
         arguments.get("path") or "",
         regex=True,
@@ -382,11 +383,11 @@ async def _grep(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 
 async def _ports(call: ToolCall, arguments: Arguments) -> ToolReply:
-    box = await call.box(may_make=False)
+    session = await call.session(may_make=False)
     wanted = arguments.get("wait_for")
     deadline = time.monotonic() + (arguments.get("timeout_ms") or 30_000) / 1000
     while True:
-        ports = await box.ports()
+        ports = await session.ports()
         if wanted is None or any(each.port == wanted for each in ports):
             break
         if time.monotonic() >= deadline:
@@ -398,7 +399,7 @@ async def _ports(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 
 async def _preview(call: ToolCall, arguments: Arguments) -> ToolReply:
-    preview = await (await call.box(may_make=False)).preview(arguments["port"], keep_alive=True)
+    preview = await (await call.session(may_make=False)).preview(arguments["port"], keep_alive=True)
     return ToolReply(f"{preview.link}\n[until {preview.expires_at}; whoever has this link reaches port {preview.port}]")
 
 

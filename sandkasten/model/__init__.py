@@ -1,11 +1,14 @@
 """Values of the supervisor's interface: frozen attrs classes, free of HTTP, of I/O and of kernel details.
 
-Stands on `errors` and the bounds of nsinit's wire contract; everything may import it. The values of sessions, runs and
-events are importable from here; those of workspaces, the node, keys, lists and errors from their modules. Times are
-aware UTC datetimes in records and seconds as floats in durations; sizes carry their unit in the name. Begin with
-`session.py`, then `lifecycle.py`, the table of a session's states.
+Stands on `errors`, `image_names` and the bounds of nsinit's wire contract; everything may import it. The values of
+sessions, runs and events are importable from here; those of workspaces, the node, keys, lists and errors from their
+modules. Times are aware UTC datetimes in records and seconds as floats in durations; sizes carry their unit in the
+name. Begin with `session.py`, then `lifecycle.py`, the table of a session's states.
 """
 
+from sandkasten.image_names import IMAGE_NAME as IMAGE_NAME
+from sandkasten.image_names import IMAGE_REFERENCE as IMAGE_REFERENCE
+from sandkasten.image_names import NEW_IMAGE as NEW_IMAGE
 from sandkasten.model.events import Event as Event
 from sandkasten.model.events import EventType as EventType
 from sandkasten.model.run import DEFAULT_SHELL as DEFAULT_SHELL
@@ -41,12 +44,9 @@ from sandkasten.model.session import ACCOUNT_RULE as ACCOUNT_RULE
 from sandkasten.model.session import EXEC_MODES as EXEC_MODES
 from sandkasten.model.session import FIXED_BOUNDS as FIXED_BOUNDS
 from sandkasten.model.session import FOREVER_S as FOREVER_S
-from sandkasten.model.session import IMAGE_NAME as IMAGE_NAME
-from sandkasten.model.session import IMAGE_REFERENCE as IMAGE_REFERENCE
 from sandkasten.model.session import LIMIT_BOUNDS as LIMIT_BOUNDS
 from sandkasten.model.session import MAX_SPAN_S as MAX_SPAN_S
 from sandkasten.model.session import MAX_TTL_S as MAX_TTL_S
-from sandkasten.model.session import NEW_IMAGE as NEW_IMAGE
 from sandkasten.model.session import SECCOMP_NAME as SECCOMP_NAME
 from sandkasten.model.session import SECCOMP_PROFILES as SECCOMP_PROFILES
 from sandkasten.model.session import SESSION_ID as SESSION_ID

@@ -216,21 +216,6 @@ SECCOMP_PROFILES = ("strict", "mvp", "debug", "off")
 """Built-in system call filters; an operator's own have other names."""
 
 
-IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
-
-NEW_IMAGE = re.compile(r"(?P<name>[a-zA-Z0-9][a-zA-Z0-9._-]{0,63})(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?\Z")
-"""An image that is to be made here: NAME or NAME:TAG."""
-
-
-IMAGE_REFERENCE = re.compile(
-    r"(?P<name>[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}"
-    r"|(?=.{3,512}\Z)[a-zA-Z0-9\[][a-zA-Z0-9.:\]-]{0,254}(?:/[a-z0-9][a-z0-9._-]{0,254}){1,64})"
-    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?\Z"
-)
-"""An image as users name it: NAME, NAME:TAG, REGISTRY/REPOSITORY[:TAG], each with or without @DIGEST. Broader than the
-grammar of references, which `images/registry/reference.py` has: what is none leads to no image."""
-
-
 class Status(enum.StrEnum):
     """Life-cycle states of a session; `lifecycle.py` has the table. `POOL_IDLE`: a member of a session pool, from its
     birth until it is claimed; no client knows the session yet."""

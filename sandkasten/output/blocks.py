@@ -150,7 +150,7 @@ class Ledger:
         if now >= self._next_report:
             self._next_report = now + _REPORT_EVERY_S
             log.error(
-                "spool_failed", extra={"error": f"{type(error).__name__}: {error}", "lost_bytes": self.lost_bytes}
+                "output_not_written", extra={"error": f"{type(error).__name__}: {error}", "lost_bytes": self.lost_bytes}
             )
 
 

@@ -567,7 +567,7 @@ def _unlink(file: DataFile) -> None:
 
 
 @attrs.frozen
-class SpoolFile:
+class OutputFile:
     """One entry of the directory. `session_id`: whose runs are in the file; None if its name is none of ours."""
 
     name: str
@@ -589,7 +589,7 @@ def find_files(root: Path, live: Collection[str], session: Callable[[str], Sessi
             session(session_id).found(name, size_bytes)
 
 
-def list_spool(root: Path) -> Sequence[SpoolFile]:
+def list_output_files(root: Path) -> Sequence[OutputFile]:
     """Return the entries of the directory, by name; nothing where there is no such directory. Raises `OSError`.
 
     A name is told in a form that can be printed and sent; it is only compared with what is found again and never
@@ -599,10 +599,10 @@ def list_spool(root: Path) -> Sequence[SpoolFile]:
         names = os.listdir(root)
     except FileNotFoundError:
         return ()
-    return [SpoolFile(_shown(name), session_of(name)) for name in sorted(names)]
+    return [OutputFile(_shown(name), session_of(name)) for name in sorted(names)]
 
 
-def remove_spool_files(root: Path, names: Collection[str]) -> Mapping[str, str]:
+def remove_output_files(root: Path, names: Collection[str]) -> Mapping[str, str]:
     """Remove files of these names; return why, for each that is left. Raises `OSError`: the directory can't be read."""
     refused = {}
     for name in os.listdir(root):

@@ -452,7 +452,7 @@ class SessionOutput:
 
     async def _make_disk_room(self, size_bytes: int) -> bool:
         """Make room for output under the disk limit: the session with most output in files gives up its oldest file,
-        again and again. False: that freed nothing."""
+        until the output fits. Return False when no file can be given up."""
         while self._store.output_bytes_on_disk + size_bytes > self._store.disk_limit_bytes:
             largest = self._store.largest_on_disk()
             if largest is None:

@@ -597,10 +597,6 @@ class Event(Taken):
     key_id: str | None = None
 
 
-BUILD_CACHE = "build-cache."
-"""Beginning of the names of images that builds keep for later ones: lists leave them out, and prunes remove them."""
-
-
 @dataclass
 class ImageInfo(Taken):
     """Image from which sessions can be made; `images()` tells the name alone. `references` are its tags as requests

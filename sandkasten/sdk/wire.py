@@ -181,7 +181,7 @@ def exec_bytes(value: Mapping[str, Any]) -> ExecBytes:  # a JSON object
 
 
 def run_end(value: Mapping[str, Any]) -> RunEnd:  # a JSON object
-    """Return the end of a run."""
+    """Return the run's end that a JSON object describes."""
     return RunEnd.take(given(**value))
 
 

@@ -71,7 +71,7 @@ def change_job(database: sqlite3.Connection, job: ImageJob) -> None:
 
 
 def get_job(database: sqlite3.Connection, job_id: str) -> ImageJob | None:
-    """Return the job of that id."""
+    """Return the recorded job of that id; None if there is none."""
     row = database.execute("SELECT rowid, * FROM image_jobs WHERE id = ?", (job_id,)).fetchone()
     return None if row is None else _read(database, row)
 

@@ -45,7 +45,7 @@ def change_upload(database: sqlite3.Connection, upload: Upload) -> None:
 
 
 def get_upload(database: sqlite3.Connection, place: str, upload_id: str) -> Upload | None:
-    """Return the upload of that id at a place."""
+    """Return the recorded upload of that id at a place; None if there is none."""
     return next((found for _, found in _select(database, "WHERE place = ? AND id = ?", place, upload_id)), None)
 
 

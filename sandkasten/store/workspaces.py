@@ -37,7 +37,7 @@ _PUT = (
 
 @attrs.frozen
 class WorkspaceRecord:
-    """The record of a workspace."""
+    """The row of a workspace."""
 
     id: str
     created_at: datetime
@@ -105,7 +105,7 @@ def note_quota(database: sqlite3.Connection, workspace_id: str, quota: Workspace
 
 
 def get_workspace(database: sqlite3.Connection, workspace_id: str) -> WorkspaceRecord | None:
-    """Return the record of that id."""
+    """Return the row of a workspace; None if there is none."""
     found = _select(database, "WHERE id = ?", workspace_id)
     return found[0] if found else None
 

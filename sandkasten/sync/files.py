@@ -549,7 +549,8 @@ def _undo_open(file: BinaryIO) -> None:
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
-    """Return where an open file stands and how many bytes follow, None if it can't seek."""
+    """Return the offset of an open file and the number of bytes from there to its end, 0 and None for a file that can't
+    seek."""
     try:
         start = file.tell()
         end = file.seek(0, os.SEEK_END)

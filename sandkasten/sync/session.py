@@ -413,7 +413,7 @@ class Session:
         filename: str | None = None,
         progress: Progress | None = None,
     ) -> list[str]:
-        """Upload a local file, by its path or as an open file, into a directory, and return the paths of what was made.
+        """Upload a local file, by its path or as an open file, into a directory. Return the paths of the new files.
 
         Raises:
             FileNotFoundError: there is no such local file.

@@ -36,7 +36,7 @@ from tests.strategies import make_record
 
 OPTIONAL_LIMITS = [each.name for each in attrs.fields(Limits) if each.default is None]
 IDENTITY = KernelIdentity(1, 2, 3, read_boot_id())
-VICTIM, WITNESS = "a" * 24, "b" * 24
+DAMAGED, WITNESS = "a" * 24, "b" * 24
 
 DAMAGE: dict[str, tuple[str, object]] = {
     "an id that climbs": ("id", "../../../etc"),
@@ -92,7 +92,7 @@ DAMAGE: dict[str, tuple[str, object]] = {
 @pytest.fixture
 async def store(tmp_path: Path, nursery: trio.Nursery) -> Ref:
     ref: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db").run)
-    for name in (VICTIM, WITNESS):
+    for name in (DAMAGED, WITNESS):
         await ref.ask(do(put_session, make_record(name, identity=IDENTITY, idempotency_key=name)))
     return ref
 
@@ -109,7 +109,7 @@ def _set_aside(path: Path) -> list[tuple[str, str]]:
 
 
 FULL = attrs.evolve(
-    make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=IDENTITY),
+    make_record(DAMAGED, idempotency_key="key", max_lifetime_s=1.5, identity=IDENTITY),
     is_busy=True,
     ending=Trigger.EXPIRE,
     ended_at=datetime.fromtimestamp(2e9, UTC),
@@ -123,7 +123,7 @@ def _with(**fields: Any) -> SessionRecord:
 @pytest.mark.parametrize(
     "record",
     [
-        make_record(VICTIM),
+        make_record(DAMAGED),
         FULL,
         _with(limits=Limits(cpu=0.01, disk_inodes=1, **dict.fromkeys(OPTIONAL_LIMITS, 1))),
         _with(pause=Pause(FULL.session.created_at, auto_resume=False, stop_lease=True)),
@@ -137,7 +137,7 @@ def _with(**fields: Any) -> SessionRecord:
 async def test_what_this_program_wrote_is_believed(store: Ref, tmp_path: Path, record: SessionRecord) -> None:
     """Optional fields may be absent or full. A sandbox whose row is not believed would be ended."""
     await store.ask(do(put_session, record))
-    found = await store.ask(do(get_session, VICTIM))
+    found = await store.ask(do(get_session, DAMAGED))
     assert found is not None
     assert attrs.evolve(found.session, cwd="") == attrs.evolve(record.session, cwd="")
     assert _judged(tmp_path / "test.db") == set(_COLUMNS)
@@ -154,12 +154,12 @@ async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tm
     """The first query that meets the row removes it for every later one; the row and the reason are kept for people."""
     column, value = DAMAGE[name]
     _damage(
-        tmp_path / "test.db", f"UPDATE sessions SET {column} = CAST(? AS {_type(value)}) WHERE id = ?", value, VICTIM
+        tmp_path / "test.db", f"UPDATE sessions SET {column} = CAST(? AS {_type(value)}) WHERE id = ?", value, DAMAGED
     )
     assert [each.session.id for each in await store.ask(do(live_sessions))] == [WITNESS]
     assert await _listed(store) == [WITNESS]
-    assert await store.ask(do(get_session, VICTIM)) is None
-    assert await store.ask(do(find_by_key, VICTIM)) is None
+    assert await store.ask(do(get_session, DAMAGED)) is None
+    assert await store.ask(do(find_by_key, DAMAGED)) is None
     assert await store.ask(do(find_by_key, WITNESS)) is not None
     ((reason, content),) = _set_aside(tmp_path / "test.db")
     assert column in reason or "don't go together" in reason
@@ -170,10 +170,10 @@ async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tm
 async def test_labels_that_are_none_spoil_no_search(store: Ref, tmp_path: Path, labels: str) -> None:
     """The others are found by theirs, and the damaged row is set aside."""
     await store.ask(do(put_session, make_record(WITNESS, labels={"a": "b"})))
-    _damage(tmp_path / "test.db", "UPDATE sessions SET labels = ? WHERE id = ?", labels, VICTIM)
+    _damage(tmp_path / "test.db", "UPDATE sessions SET labels = ? WHERE id = ?", labels, DAMAGED)
     for label in (LabelSelector("a", "b"), LabelSelector("a")):
         assert await _listed(store, label) == [WITNESS]
-    await store.ask(do(get_session, VICTIM))
+    await store.ask(do(get_session, DAMAGED))
     assert len(_set_aside(tmp_path / "test.db")) == 1
 
 
@@ -184,11 +184,11 @@ async def _listed(store: Ref, *labels: LabelSelector) -> list[str]:
 
 async def test_an_unknown_state_is_no_session(store: Ref, tmp_path: Path) -> None:
     """A session of an unknown state is in no list, is not found by id or key, and can be made anew."""
-    _damage(tmp_path / "test.db", "UPDATE sessions SET status = 'root' WHERE id = ?", VICTIM)
+    _damage(tmp_path / "test.db", "UPDATE sessions SET status = 'root' WHERE id = ?", DAMAGED)
     assert [each.session.id for each in await store.ask(do(live_sessions))] == [WITNESS]
-    assert await store.ask(do(get_session, VICTIM)) is None
-    await store.ask(do(put_session, make_record(VICTIM)))
-    assert await store.ask(do(get_session, VICTIM)) is not None
+    assert await store.ask(do(get_session, DAMAGED)) is None
+    await store.ask(do(put_session, make_record(DAMAGED)))
+    assert await store.ask(do(get_session, DAMAGED)) is not None
     assert len(_set_aside(tmp_path / "test.db")) == 1
 
 
@@ -219,7 +219,7 @@ async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) 
         ("000000000001-000000000009", 1, "session.destroyed", "{}"),
     ]
     for cursor, time_ms, kind, data in rows:
-        _damage(tmp_path / "test.db", "INSERT INTO events VALUES (?, ?, ?, ?, ?)", cursor, time_ms, kind, VICTIM, data)
+        _damage(tmp_path / "test.db", "INSERT INTO events VALUES (?, ?, ?, ?, ?)", cursor, time_ms, kind, DAMAGED, data)
     page = await store.ask(do(read_events, after="", upto="f", session_id=None, limit=1))
     assert [event.cursor for event in page.events] == ["000000000001-000000000009"]
     assert state.rows == 0

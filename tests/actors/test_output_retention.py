@@ -15,12 +15,12 @@ from sandkasten.output.store import OutputStore, SessionOutput
 
 
 @asynccontextmanager
-async def spool_in_memory(root: Path, *, retention_s: float) -> AsyncIterator[OutputStore]:
-    """A spool whose background task runs and never has anything to do with the disk."""
-    spool = OutputStore(root, retention_s=retention_s)
+async def output_in_memory(root: Path, *, retention_s: float) -> AsyncIterator[OutputStore]:
+    """A store whose background task runs and never has anything to do with the disk."""
+    store = OutputStore(root, retention_s=retention_s)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(spool.run)
-        yield spool
+        nursery.start_soon(store.run)
+        yield store
         nursery.cancel_scope.cancel()
 
 
@@ -35,8 +35,8 @@ async def test_an_ended_run_is_dropped_when_its_time_is_over(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     """Each at its own time, in order, and its session is told; a running one stays."""
-    async with spool_in_memory(tmp_path, retention_s=900) as spool:
-        logs, others = spool.session("a"), spool.session("b")
+    async with output_in_memory(tmp_path, retention_s=900) as store:
+        logs, others = store.session("a"), store.session("b")
         gone: list[tuple[str, float]] = []
         for each in (logs, others):
             each.when_gone(lambda exec_id: gone.append((exec_id, trio.current_time() - start)))
@@ -55,15 +55,15 @@ async def test_an_ended_run_is_dropped_when_its_time_is_over(
         await trio.sleep(2000)
         assert gone == [("first", 900), ("second", 1000), ("third", 1901)]
         assert logs.get("running") is running
-        assert others.bytes_used == 0 < logs.bytes_used == spool.memory_bytes_used
+        assert others.bytes_used == 0 < logs.bytes_used == store.memory_bytes_used
 
 
 async def test_a_session_that_ended_is_forgotten_by_the_clock(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     """The logs are gone at once, nobody is told, and nothing happens when their time would be over."""
-    async with spool_in_memory(tmp_path, retention_s=10) as spool:
-        logs = spool.session("a")
+    async with output_in_memory(tmp_path, retention_s=10) as store:
+        logs = store.session("a")
         gone: list[str] = []
         logs.when_gone(gone.append)
         await ended(logs, "first")
@@ -71,15 +71,15 @@ async def test_a_session_that_ended_is_forgotten_by_the_clock(
         assert logs.get("first") is None
         await trio.sleep(100)
         assert gone == []
-        assert spool.memory_bytes_used == 0
+        assert store.memory_bytes_used == 0
 
 
 async def test_a_dropped_log_stays_with_the_reader_that_followed_it(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     """A slow client still gets the end of what it began to read."""
-    async with spool_in_memory(tmp_path, retention_s=10) as spool:
-        logs = spool.session("a")
+    async with output_in_memory(tmp_path, retention_s=10) as store:
+        logs = store.session("a")
         log = logs.open("first")
         reader = log.reader()
         await log.append(Stream.STDOUT, b"x")
@@ -88,4 +88,4 @@ async def test_a_dropped_log_stays_with_the_reader_that_followed_it(
         assert logs.get("first") is None
         assert [piece.data async for piece in reader] == [b"x"]
         reader.close()
-        assert spool.memory_bytes_used == 0
+        assert store.memory_bytes_used == 0

@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("building", "client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
         Layer("sdk"),
         Layer("contexts"),
-        Layer("installation", "errors"),
+        Layer("installation", "errors", "image_names"),
     ),
     "sandkasten.actors": (
         Layer("tree"),

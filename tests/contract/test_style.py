@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("sandkasten", "nsinit", "runner", "egress", "tests", "bench", "docs")
 MAX_LINES = 800
 FEW_LINES = 60
-SLIVERS = {"sandkasten": 12, "nsinit": 5, "runner": 2, "egress": 0, "tests": 49, "bench": 3}
+SLIVERS = {"sandkasten": 11, "nsinit": 5, "runner": 2, "egress": 0, "tests": 49, "bench": 3}
 """Ceilings, by package, of files with fewer lines than `FEW_LINES`; they may only be lowered."""
 
 DOMAINS = ("sandkasten", "nsinit", "runner", "egress")

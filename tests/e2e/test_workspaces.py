@@ -39,8 +39,8 @@ def test_a_killed_daemon_loses_neither_files_nor_who_has_them(data_dir: Path) ->
     ended the old file helper. After a kill of all sandboxes the files are there.
     """
     with running_daemon(data_dir) as first, first.client() as client:
-        wish = {"workspace_id": "kept", "workspace_mode": "exclusive"}
-        session = client.post("/v1/sessions", json=wish).json()["id"]
+        spec = {"workspace_id": "kept", "workspace_mode": "exclusive"}
+        session = client.post("/v1/sessions", json=spec).json()["id"]
         client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo inside > inside"})
         assert client.post(f"{FILES}/write", json={"path": "outside", "text": "x"}).status_code == 200
         uploads = {}

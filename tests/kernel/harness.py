@@ -41,7 +41,7 @@ from nsinit.wire.protocol import (
     BridgeTerms,
     Build,
     Built,
-    DiskWish,
+    DiskSpec,
     Found,
     IoLimits,
     Limits,
@@ -108,7 +108,7 @@ class Nsinit:
         node_id: str,
         wrapper: tuple[str, ...] = (),
         allowance: Allowance | None = None,
-        **wishes: Any,
+        **asked: Any,
     ) -> None:
         self.data_dir = data_dir
         self._wrapper = wrapper
@@ -120,7 +120,7 @@ class Nsinit:
         self.channel.settimeout(patience(PATIENCE_S))
         with theirs:
             self.pid = self._spawn(theirs)
-        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, **wishes)[0]
+        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, **asked)[0]
 
     def _spawn(self, theirs: socket.socket) -> int:
         if not self._wrapper:
@@ -374,7 +374,7 @@ def running(
     node_id: str | None = None,
     wrapper: tuple[str, ...] = (),
     *,
-    disk: DiskWish = "auto",
+    disk: DiskSpec = "auto",
     io: IoLimits = NO_IO_LIMITS,
     allowance: Allowance | None = None,
     own_filters: bool = True,
@@ -383,9 +383,9 @@ def running(
     bridge: BridgeTerms | None = None,
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    wishes: dict[str, Any] = {"disk": disk, "io": io, "own_filters": own_filters, "cgroup_parent": cgroup_parent}
-    wishes |= {"merge_pages": merge_pages, "bridge": bridge}
-    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, allowance, **wishes)
+    asked: dict[str, Any] = {"disk": disk, "io": io, "own_filters": own_filters, "cgroup_parent": cgroup_parent}
+    asked |= {"merge_pages": merge_pages, "bridge": bridge}
+    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, allowance, **asked)
     try:
         yield server
     finally:

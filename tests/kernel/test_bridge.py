@@ -116,7 +116,7 @@ if os.fork() == 0:
 """
 LONG = 20.0
 """Seconds that an answer may take which is to come. One that must not come is waited for much shorter: what is sent is
-dropped before `sendto` returns, and the victim is asked."""
+dropped before `sendto` returns, and the session that it is sent to is asked."""
 
 
 def in_thread(work: Callable[[], T]) -> T:

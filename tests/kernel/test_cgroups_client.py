@@ -1,4 +1,4 @@
-"""Groups and victims as the daemon asks for them: by the nsinit client, with a real nsinit behind it."""
+"""Run cgroups and kills for memory as the daemon asks for them: by the nsinit client, with a real nsinit behind it."""
 
 from __future__ import annotations
 
@@ -132,6 +132,6 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
 
 
 async def test_without_a_kill_there_is_no_victim() -> None:
-    """Victims asked for when nothing was killed: the answer is empty, and no error."""
+    """Kills asked for when nothing was killed: the answer is empty, and no error."""
     async with _started() as (ref, _), _session(ref) as session_id:
         assert recent_name(await ref.ask(call(FindOomKills, session_id))) is None

@@ -212,9 +212,9 @@ def test_removing_a_group_kills_what_is_in_it_and_nothing_else(server: Nsinit) -
     for name in ("a", "b"):
         with _group(server, box.session_id, name):
             pass
-    with sleeper_in(directory / "a") as victim, sleeper_in(directory / "b") as neighbour:
+    with sleeper_in(directory / "a") as inside, sleeper_in(directory / "b") as neighbour:
         _remove(server, box.session_id, "a", kill=True)
-        assert victim.wait(patience(10)) == -9
+        assert inside.wait(patience(10)) == -9
         assert neighbour.poll() is None
         assert not (directory / "a").exists()
         _remove(server, box.session_id, "a", kill=True)
@@ -305,7 +305,7 @@ for number in range({KILLS}):
 """
 
 
-def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> None:
+def test_killed_processes_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> None:
     """After ten kills in five seconds the kernel's log no longer names the victim's cgroup, only its user id, which
     stands for the session as long as the session has it. Kills before that are known for good and never told to the
     next session with that id.
@@ -313,10 +313,10 @@ def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> 
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     assert box.run(f'python3 -c "{HOGS}"').out == "9\n" * KILLS
     box.teardown()
-    victim, _ = server.ask(FindOomKills, session_id=box.session_id)
-    assert isinstance(victim, OomKills)
-    assert victim.name == f"hog-{KILLS - 1}"
-    assert victim.kills >= KILLS or not victim.pids  # one more where the kernel finds a second victim
+    kills, _ = server.ask(FindOomKills, session_id=box.session_id)
+    assert isinstance(kills, OomKills)
+    assert kills.name == f"hog-{KILLS - 1}"
+    assert kills.kills >= KILLS or not kills.pids  # one more where the kernel finds a second process
     assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     other.teardown()
 
@@ -328,11 +328,11 @@ def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     script = "open('/proc/self/comm', 'w').write('x,task=y,pid=1'); held = [bytearray(1 << 20) for _ in range(400)]"
     assert box.run(f'python3 -c "{script}"').code == 137
-    victim, _ = server.ask(FindOomKills, session_id=box.session_id)
-    assert isinstance(victim, OomKills)
-    assert victim.name == "x,task=y,pid=1"
-    assert 0 <= victim.age_s < 5
-    assert server.ask(FindOomKills, session_id=box.session_id)[0].name == victim.name
+    kills, _ = server.ask(FindOomKills, session_id=box.session_id)
+    assert isinstance(kills, OomKills)
+    assert kills.name == "x,task=y,pid=1"
+    assert 0 <= kills.age_s < 5
+    assert server.ask(FindOomKills, session_id=box.session_id)[0].name == kills.name
     assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     box.teardown()
     other.teardown()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nsinit.cgroup.disk_io import find_disk
-from nsinit.wire.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, IoLimits, Ok, Prepare, Ready, SetDisk
+from nsinit.wire.protocol import AskDisk, DiskLimits, DiskSpec, DiskUse, Failed, IoLimits, Ok, Prepare, Ready, SetDisk
 from runner.files.operations import perform
 from runner.wire.protocol import CopyFile
 from sandkasten.counters.cgroup import CgroupStats
@@ -97,7 +97,7 @@ print("deep")
 @pytest.fixture(scope="module", params=LIMITED)
 def server(request: pytest.FixtureRequest) -> Iterator[Nsinit]:
     """An nsinit whose sessions' disks are of one mode; project quotas need a file system made for them."""
-    mode: DiskWish = "project" if request.param == "xfs" else request.param
+    mode: DiskSpec = "project" if request.param == "xfs" else request.param
     with contextlib.ExitStack() as stack:
         elsewhere = stack.enter_context(MADE[request.param]()) if request.param in MADE else None
         with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +151,7 @@ MADE: dict[str, Callable[[], AbstractContextManager[str]]] = {"btrfs": btrfs, "x
 """File systems for data directories that this machine may lack, each with the context manager that makes one."""
 
 
-def why_not(data_dir: Path, mode: DiskWish) -> str | None:
+def why_not(data_dir: Path, mode: DiskSpec) -> str | None:
     """Return why a mode can't be had, in nsinit's words."""
     server = Nsinit(data_dir, new_id(), disk=mode)
     server.close()

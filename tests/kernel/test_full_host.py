@@ -153,26 +153,26 @@ async def test_a_full_machine_is_a_full_disk_to_programs(machine: Machine) -> No
     """The program's write fails, and its run has the cause. What was written before is whole, of the session and of its
     neighbour; both go on, creates are refused, and with room again all is as before."""
     supervisor = machine.supervisor
-    victim, neighbour = [(await supervisor.create(SessionSpec(limits=each))).id for each in (CUT_SHORT, LIMITS)]
-    for each in (victim, neighbour):
+    full, neighbour = [(await supervisor.create(SessionSpec(limits=each))).id for each in (CUT_SHORT, LIMITS)]
+    for each in (full, neighbour):
         assert await machine.write(each, f"{HOME}/before", 20, sync=True) == (20, "", Cause.EXITED)
     machine.sync()
-    await machine.fill(victim)
-    done, why, cause = await machine.write(victim, f"{HOME}/after", 60, sync=True)
+    await machine.fill(full)
+    done, why, cause = await machine.write(full, f"{HOME}/after", 60, sync=True)
     assert (why, cause) == ("ENOSPC", Cause.DISK_FULL)
     machine.sync()
-    for each in (victim, neighbour):
+    for each in (full, neighbour):
         assert await machine.is_whole(each, f"{HOME}/before", 20)
-    assert done == 0 or await machine.is_whole(victim, f"{HOME}/after", done)
+    assert done == 0 or await machine.is_whole(full, f"{HOME}/after", done)
     assert (await supervisor.exec(neighbour, ExecSpec("echo fine"))).stdout == b"fine\n"
     overwrite = f"printf x | dd of={HOME}/before conv=notrunc,fsync status=none && head -c 1 {HOME}/before"
     assert (await supervisor.exec(neighbour, ExecSpec(overwrite))).stdout in (b"x", b"")  # btrfs writes to a new place
     with pytest.raises(DiskReserve):
         await supervisor.create(SessionSpec(limits=LIMITS))
     machine.make_room()
-    await until(lambda: machine.has_room(victim))
-    assert await machine.write(victim, f"{HOME}/again", 20) == (20, "", Cause.EXITED)
-    assert {(await supervisor.get(each)).status for each in (victim, neighbour)} == {Status.RUNNING}
+    await until(lambda: machine.has_room(full))
+    assert await machine.write(full, f"{HOME}/again", 20) == (20, "", Cause.EXITED)
+    assert {(await supervisor.get(each)).status for each in (full, neighbour)} == {Status.RUNNING}
 
 
 @pytest.mark.parametrize("machine", ["tmpfs"], indirect=True)

@@ -147,11 +147,11 @@ async def test_a_runner_that_lies_crashes_its_session_at_most(supervisor: LocalS
     witness = await supervisor.create(SessionSpec())
     for number in range(RUNNERS):
         choices = Choices(chooser.randbytes(400))
-        victim = await supervisor.create(SessionSpec())
+        attacked = await supervisor.create(SessionSpec())
         outcome: SandkastenError | None = None
         async with trio.open_nursery() as nursery:
-            async with supervisor.open_exec(victim.id, ExecSpec("sleep 60")):  # takes the connection that is open
-                with _impostor(data_dir / "run" / victim.id / "r.sock") as listener:
+            async with supervisor.open_exec(attacked.id, ExecSpec("sleep 60")):  # takes the connection that is open
+                with _impostor(data_dir / "run" / attacked.id / "r.sock") as listener:
 
                     async def answer(stream: trio.SocketStream, choices: Choices = choices) -> None:
                         decoder = FrameDecoder(FROM_DAEMON, max_body_bytes=MAX_REQUEST_BYTES)
@@ -163,16 +163,16 @@ async def test_a_runner_that_lies_crashes_its_session_at_most(supervisor: LocalS
                     nursery.start_soon(trio.serve_listeners, answer, [listener])
                     with trio.fail_after(patience(PATIENCE_S)):
                         try:
-                            await supervisor.exec(victim.id, ExecSpec("true", timeout_ms=500))
+                            await supervisor.exec(attacked.id, ExecSpec("true", timeout_ms=500))
                         except SandkastenError as error:
                             outcome = error
             nursery.cancel_scope.cancel()
         if isinstance(outcome, RunnerProtocolError):
-            await until(lambda victim=victim: _has_crashed(supervisor, victim.id))  # type: ignore[misc]
+            await until(lambda attacked=attacked: _has_crashed(supervisor, attacked.id))  # type: ignore[misc]
         else:
-            status = (await supervisor.get(victim.id)).status
+            status = (await supervisor.get(attacked.id)).status
             assert status is Status.RUNNING, (seed, number, outcome)
-        await supervisor.destroy(victim.id)
+        await supervisor.destroy(attacked.id)
     assert (await supervisor.exec(witness.id, ExecSpec("echo fine"))).stdout == b"fine\n", seed
 
 

@@ -26,18 +26,18 @@ async def test_garbage_crashes_the_session_and_nothing_else(
     supervisor: LocalSupervisor, data_dir: Path, name: str
 ) -> None:
     """The command fails typed, the session ends with the reason, another session works."""
-    victim, witness = await supervisor.create(SessionSpec()), await supervisor.create(SessionSpec())
-    async with supervisor.open_exec(victim.id, ExecSpec("sleep 60")):  # takes the connection that is open
-        async with impostor(data_dir / "run" / victim.id / "r.sock", REPLIES[name][2]):
+    attacked, witness = await supervisor.create(SessionSpec()), await supervisor.create(SessionSpec())
+    async with supervisor.open_exec(attacked.id, ExecSpec("sleep 60")):  # takes the connection that is open
+        async with impostor(data_dir / "run" / attacked.id / "r.sock", REPLIES[name][2]):
             with pytest.raises(SandkastenError) as refused:
-                await supervisor.exec(victim.id, ExecSpec("true"))
+                await supervisor.exec(attacked.id, ExecSpec("true"))
             assert isinstance(refused.value, RunnerProtocolError)
 
         async def has_crashed() -> bool:
-            return (await supervisor.get(victim.id)).status is Status.CRASHED
+            return (await supervisor.get(attacked.id)).status is Status.CRASHED
 
         await until(has_crashed)
-        ended = await supervisor.get(victim.id)
+        ended = await supervisor.get(attacked.id)
         assert ended.reason is not None
         assert ended.reason.startswith("its init broke the protocol")
     result = await supervisor.exec(witness.id, ExecSpec("echo fine"))
@@ -49,22 +49,22 @@ async def test_of_a_file_comes_no_more_than_was_asked_for(
     supervisor: LocalSupervisor, data_dir: Path, name: str
 ) -> None:
     """A runner that lies about a file: the read ends, with no more bytes than asked for, and the session crashes."""
-    victim = await supervisor.create(SessionSpec())
+    attacked = await supervisor.create(SessionSpec())
     said, again = FILE_REPLIES[name][2:]
     size = 0
 
     async def read() -> None:
         nonlocal size
-        async with supervisor.files(victim.id).open_read("f", max_bytes=100_000) as reader:
+        async with supervisor.files(attacked.id).open_read("f", max_bytes=100_000) as reader:
             async for piece in reader:
                 size += len(piece)
 
-    async with supervisor.open_exec(victim.id, ExecSpec("sleep 60")):  # takes the connection that is open
-        async with impostor(data_dir / "run" / victim.id / "r.sock", said, again=again):
+    async with supervisor.open_exec(attacked.id, ExecSpec("sleep 60")):  # takes the connection that is open
+        async with impostor(data_dir / "run" / attacked.id / "r.sock", said, again=again):
             with pytest.raises(RunnerProtocolError):
                 await read()
         assert size <= 100_000
-        assert (await supervisor.wait_ended(victim.id)).status is Status.CRASHED
+        assert (await supervisor.wait_ended(attacked.id)).status is Status.CRASHED
 
 
 @pytest.mark.parametrize("request_kind", ["command", "file"])
@@ -79,31 +79,31 @@ async def test_a_pid_1_that_was_stopped_crashes_the_session(
     monkeypatch.setattr(run, "PATIENCE_S", 0.3)
     monkeypatch.setattr(driver, "PATIENCE_S", 0.3)
     monkeypatch.setattr(driver, "CONTROL_S", 0.3)
-    victim, witness = await supervisor.create(SessionSpec()), await supervisor.create(SessionSpec())
-    pid = init_pid(victim)
+    attacked, witness = await supervisor.create(SessionSpec()), await supervisor.create(SessionSpec())
+    pid = init_pid(attacked)
 
     async def ask() -> None:
         if request_kind == "command":
-            await supervisor.exec(victim.id, ExecSpec("true", timeout_ms=100))
+            await supervisor.exec(attacked.id, ExecSpec("true", timeout_ms=100))
         else:
-            async with supervisor.files(victim.id).open_read("/etc/passwd", max_bytes=100):
+            async with supervisor.files(attacked.id).open_read("/etc/passwd", max_bytes=100):
                 pass
 
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(SandkastenError):
         await ask()
     os.kill(pid, signal.SIGCONT)
-    await until(lambda: answers(supervisor, victim.id))
+    await until(lambda: answers(supervisor, attacked.id))
     monkeypatch.setattr(actor, "SILENCE_S", 0.5)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(SandkastenError):
         await ask()
 
     async def has_crashed() -> bool:
-        return (await supervisor.get(victim.id)).status is Status.CRASHED
+        return (await supervisor.get(attacked.id)).status is Status.CRASHED
 
     await until(has_crashed)
-    assert "does not answer" in str((await supervisor.get(victim.id)).reason)
+    assert "does not answer" in str((await supervisor.get(attacked.id)).reason)
     assert (await supervisor.exec(witness.id, ExecSpec("echo fine"))).stdout == b"fine\n"
 
 
@@ -112,8 +112,8 @@ async def test_a_file_worker_that_was_stopped_holds_nobody_up(
 ) -> None:
     """Programs of its user can stop it in the middle of an upload: PID 1 has it go on."""
     monkeypatch.setattr(files, "WRITE_S", 0.5)
-    victim = await supervisor.create(SessionSpec())
-    writing, pid = supervisor.files(victim.id), init_pid(victim)
+    attacked = await supervisor.create(SessionSpec())
+    writing, pid = supervisor.files(attacked.id), init_pid(attacked)
 
     async def has_workers() -> bool:
         return bool(file_workers(pid))

@@ -326,22 +326,22 @@ def test_an_interrupt_leaves_nothing(importing: Import) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "words"),
+    ("part", "words"),
     [
         ("nsinit", "the fork server died during work on the image"),
         ("outside", "the process that works on it died"),
         ("jail", "the process that works on it died"),
     ],
 )
-def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim: str, words: str) -> None:
+def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, part: str, words: str) -> None:
     """The death of any process of an import ends the others, and is told to the person at the terminal. The draft is
     removed at once, or by the next nsinit if it was nsinit that died.
     """
-    os.kill(getattr(importing, victim), signal.SIGKILL)
+    os.kill(getattr(importing, part), signal.SIGKILL)
     assert importing.wait_all() == 1
     assert importing.process.stderr is not None
     assert words in importing.process.stderr.read()
-    if victim == "nsinit":
+    if part == "nsinit":
         sweep(importing.data_dir)
     assert importing.drafts == []
 

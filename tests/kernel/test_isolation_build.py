@@ -131,18 +131,18 @@ def test_an_image_with_a_link_for_a_mount_point_is_refused(server: Nsinit, name:
 @pytest.mark.parametrize("name", ["passwd", "hosts", "resolv.conf", "hostname"])
 def test_a_link_in_etc_redirects_no_write(server: Nsinit, name: str) -> None:
     """Files nsinit writes replace a link of the image instead of following it; a link for passwd ends the build."""
-    victim = server.data_dir / "victim"
-    victim.write_text("untouched")
+    outside = server.data_dir / "outside"
+    outside.write_text("untouched")
     rootfs = make_rootfs_image(server.data_dir, "hostile")
     (rootfs / "etc").mkdir()
-    (rootfs / "etc" / name).symlink_to(victim)
+    (rootfs / "etc" / name).symlink_to(outside)
     if name == "passwd":
         assert server.refused(rootfs_plan("hostile")).stage == "etc"
     else:
         sandbox = server.build(rootfs_plan("hostile"))
         assert sandbox.run(f"readlink /etc/{name}").code != 0
         sandbox.teardown()
-    assert victim.read_text() == "untouched"
+    assert outside.read_text() == "untouched"
 
 
 @needs_busybox

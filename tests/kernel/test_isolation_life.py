@@ -223,7 +223,7 @@ def test_a_scan_of_many_sessions_comes_in_batches_without_gap_or_repeat(server: 
 
 def test_session_directories_are_deleted_in_the_background(server: Nsinit) -> None:
     """Deep chains, mode-000 directories and links in a session's files are deleted, and links are not followed."""
-    victim = server.data_dir / "images/host/rootfs/etc/group"
+    outside = server.data_dir / "images/host/rootfs/etc/group"
     sandbox = server.build(host_plan())
     sandbox.python(
         """
@@ -236,7 +236,7 @@ for depth in range(2000):
     )
     sandbox.teardown()
     wait_until(lambda: os.listdir(server.data_dir / "trash") == [], "the trash is empty")
-    assert victim.exists()
+    assert outside.exists()
 
 
 def test_deletion_refuses_to_cross_a_mount(tmp_path: Path) -> None:

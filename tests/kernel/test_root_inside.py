@@ -328,9 +328,9 @@ print("read none")
 def test_a_link_of_roots_does_not_lead_pid_1_to_its_own_files(server: Nsinit) -> None:
     """Root may rearrange the runner's directory: then a shell fails, and nothing of PID 1's memory map comes out."""
     box = server.build(host_plan(root_inside=True))
-    box.request(OpenShell("victim"))
+    box.request(OpenShell("attacked"))
     as_root(box, "sh", "-c", "for each in /run/sandkasten/*/; do ln -s /proc/self/maps ${each}cmd; done")
-    reply, out, err = box.request(Exec("v", "echo hello", timeout_ms=5000, shell="victim"))
+    reply, out, err = box.request(Exec("v", "echo hello", timeout_ms=5000, shell="attacked"))
     assert b"r-xp" not in out + err
     assert isinstance(reply, Error)
     as_root(box, "sh", "-c", "rm -f /run/sandkasten/*/cmd")

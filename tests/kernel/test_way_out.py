@@ -539,8 +539,8 @@ def test_a_build_with_a_way_out_is_undone(server: Nsinit) -> None:
 
 
 HOSTILE = {
-    "a link out of the root": "rm /etc/resolv.conf; ln -s /proc/1/root{victim} /etc/resolv.conf",
-    "a way up": "rm /etc/resolv.conf; ln -s ../../../../../../..{victim} /etc/resolv.conf",
+    "a link out of the root": "rm /etc/resolv.conf; ln -s /proc/1/root{outside} /etc/resolv.conf",
+    "a way up": "rm /etc/resolv.conf; ln -s ../../../../../../..{outside} /etc/resolv.conf",
     "a pipe": "rm /etc/resolv.conf; mkfifo /etc/resolv.conf",
     "a hard link": "mkdir -p /root; echo kept >/root/kept; rm /etc/resolv.conf; ln /root/kept /etc/resolv.conf",
 }
@@ -556,12 +556,12 @@ DAMAGED = {
 def test_what_a_session_made_of_its_etc_misleads_nobody(server: Nsinit, box: Sandbox, tmp_path: Path, how: str) -> None:
     """No link is followed and no other file is written; where there is no place for the file, that is logged, and the
     way out opens."""
-    victim = tmp_path / "victim"
-    victim.write_text("untouched")
-    made = told(box, f"print('code', os.system({(HOSTILE | DAMAGED)[how].format(victim=victim)!r}))", user="root")
+    outside = tmp_path / "outside"
+    outside.write_text("untouched")
+    made = told(box, f"print('code', os.system({(HOSTILE | DAMAGED)[how].format(outside=outside)!r}))", user="root")
     assert made == {"code": "0"}
     opened = open_network(server, box)
-    assert victim.read_text() == "untouched"
+    assert outside.read_text() == "untouched"
     if how in HOSTILE:
         assert box.run(
             "cat /etc/resolv.conf; [ -f /etc/resolv.conf ] && [ ! -L /etc/resolv.conf ] && echo a file"

@@ -504,19 +504,19 @@ async def test_sessions_that_are_killed_leave_no_cgroups(supervisor: LocalSuperv
 
     The kernel's own count is of the whole machine, and says nothing while other programs make cgroups."""
     files = config.data_dir / "workspaces" / WORKSPACE
-    for victim in ("PID 1", "nsinit", "emptier"):
+    for killed in ("PID 1", "nsinit", "emptier"):
         sessions = [await supervisor.create(SessionSpec(workspace_id=WORKSPACE)) for _ in range(4)]
         directories = [_cgroup(session.id, "memory") for session in sessions]
         for number, session in enumerate(sessions):
             await run(supervisor, session.id, f"head -c 3000000 /dev/zero > {number}; cat {number} | sha256sum")
             await supervisor.start_process(session.id, ProcessSpec(f"while :; do echo {number} >> log{number}; done"))
-        if victim == "PID 1":
+        if killed == "PID 1":
             _kill_named(NAME)
-        elif victim == "nsinit":
+        elif killed == "nsinit":
             os.kill(nsinit_pid(), signal.SIGKILL)
         for session in sessions:
             await supervisor.destroy(session.id)
-            if victim == "emptier":
+            if killed == "emptier":
                 _kill_named(EMPTIER_NAME)
         with trio.fail_after(patience(60)):
             for directory in directories:

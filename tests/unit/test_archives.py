@@ -16,7 +16,7 @@ import trio
 from backports import zstd
 
 from sandkasten.images.archive_source import ArchiveImport
-from sandkasten.images.archives import MAX_MEMBERS, LayoutDirectory, OuterTar, Stretch, look
+from sandkasten.images.archives import MAX_MEMBERS, LayoutDirectory, MemberBytes, OuterTar, open_archive
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import NewImage, PullTerms
@@ -184,7 +184,7 @@ def test_members_are_where_tarfile_finds_them(tmp_path: Path) -> None:
             for member in archive.getmembers():
                 if member.isreg():
                     with found.opened(member.name) as part:
-                        assert part == Stretch(file.fileno(), member.offset_data, member.size)
+                        assert part == MemberBytes(file.fileno(), member.offset_data, member.size)
                 elif member.islnk():
                     assert found.members[member.name] == member.linkname
                 else:
@@ -192,7 +192,7 @@ def test_members_are_where_tarfile_finds_them(tmp_path: Path) -> None:
 
 
 def _look(fd: int) -> OuterTar | LayoutDirectory | None:
-    found = look(fd, lambda: pytest.fail("no file is needed"), 1 << 30, lambda _: None)
+    found = open_archive(fd, lambda: pytest.fail("no file is needed"), 1 << 30, lambda _: None)
     assert found is None or isinstance(found, OuterTar | LayoutDirectory)
     return found
 

@@ -103,8 +103,8 @@ def test_the_bounds_that_are_told_are_those_that_are_enforced(name: str) -> None
     roomy = attrs.evolve(Limits(), memory_mb=int(bounds["memory_mb"][1]))
 
     def asked(value: float) -> Limits:
-        wish: dict[str, Any] = {name: value}
-        return attrs.evolve(roomy, **wish)
+        change: dict[str, Any] = {name: value}
+        return attrs.evolve(roomy, **change)
 
     for value in (least, most):
         assert getattr(_resolved(asked(value), config), name) == value

@@ -24,15 +24,15 @@ from sandkasten.output import disk
 from sandkasten.output.disk import (
     News,
     OutputDiskUse,
+    OutputFile,
     RecordPlace,
     SessionFiles,
-    SpoolFile,
     Tail,
     Written,
     find_files,
-    list_spool,
+    list_output_files,
     pack,
-    remove_spool_files,
+    remove_output_files,
     session_of,
     unpack,
 )
@@ -500,9 +500,9 @@ def test_files_say_whose_they_are(tmp_path: Path) -> None:
     """Files with runs are a session's; a name of any bytes can be told."""
     for name in (RUNS, "0000000000000001.spool", HOSTILE):
         (tmp_path / name).touch()
-    expected = {SpoolFile(RUNS, SESSION), SpoolFile("0000000000000001.spool"), SpoolFile("no name\n\\xff")}
-    assert set(list_spool(tmp_path)) == expected
-    assert list_spool(tmp_path / "nowhere") == ()
+    expected = {OutputFile(RUNS, SESSION), OutputFile("0000000000000001.spool"), OutputFile("no name\n\\xff")}
+    assert set(list_output_files(tmp_path)) == expected
+    assert list_output_files(tmp_path / "nowhere") == ()
 
 
 def test_a_name_that_only_looks_like_a_session_s_is_nobody_s() -> None:
@@ -521,14 +521,14 @@ def test_a_name_that_only_looks_like_a_session_s_is_nobody_s() -> None:
 
 def test_only_what_was_told_is_removed_and_no_link_is_followed(tmp_path: Path) -> None:
     """A path as a name removes nothing; what can't be removed is said."""
-    outside, spool = tmp_path / "outside", tmp_path / "spool"
+    outside, store = tmp_path / "outside", tmp_path / "spool"
     outside.write_text("kept")
-    spool.mkdir()
-    (spool / "link").symlink_to(outside)
-    (spool / "directory").mkdir()
-    (spool / HOSTILE).touch()
-    (spool / RUNS).touch()
+    store.mkdir()
+    (store / "link").symlink_to(outside)
+    (store / "directory").mkdir()
+    (store / HOSTILE).touch()
+    (store / RUNS).touch()
     named = {"link", "directory", "no name\n\\xff", "../outside", str(outside), "gone"}
-    assert set(remove_spool_files(spool, named)) == {"directory"}
-    assert sorted(os.listdir(spool)) == sorted([RUNS, "directory"])
+    assert set(remove_output_files(store, named)) == {"directory"}
+    assert sorted(os.listdir(store)) == sorted([RUNS, "directory"])
     assert outside.read_text() == "kept"

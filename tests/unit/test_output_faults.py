@@ -23,7 +23,7 @@ from tests.stores import (
     files,
     fill,
     numbered_piece,
-    open_spool,
+    open_output,
     take,
     wait_memory_below,
 )
@@ -37,36 +37,36 @@ async def test_a_disk_that_takes_nothing_costs_output_and_no_run(
 ) -> None:
     """The run goes on, readers are told what is gone, the failure is logged once, and all is well again after it."""
     caplog.set_level(logging.ERROR)
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        logs = spool.session("session")
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        logs = store.session("session")
         log = logs.open("a")
         with file_size_limit(1000):
             await fill(log, 100)
-            await wait_memory_below(spool, MB)
-        assert [record.message for record in caplog.records] == ["spool_failed"]
+            await wait_memory_below(store, MB)
+        assert [record.message for record in caplog.records] == ["output_not_written"]
         assert log.last_sequence == 100
-        assert 0 < spool.lost_bytes == (log.first_sequence - 1) * len(PIECE)
+        assert 0 < store.lost_bytes == (log.first_sequence - 1) * len(PIECE)
         assert files(tmp_path) == []
         with pytest.raises(ExecGone):
             log.reader()
         after = log.first_sequence - 1
         await fill(log, 40)
         log.close()
-        await wait_memory_below(spool, MB)
+        await wait_memory_below(store, MB)
         assert disk_bytes(tmp_path) > 0
         assert (140 - after) * PIECE == await drain(log.reader(after=after))
 
 
 async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nursery: trio.Nursery) -> None:
     """The viewer skips to the end of what there is, and the writer that was held goes on."""
-    async with open_spool(tmp_path, memory_bytes=KB) as spool:
-        log = spool.session("session").open("a")
+    async with open_output(tmp_path, memory_bytes=KB) as store:
+        log = store.session("session").open("a")
         viewer = log.reader(mode=ReaderMode.FASTEST)
         with file_size_limit(1000):
             nursery.start_soon(fill, log, 100)
 
             async def is_held() -> bool:
-                return log.last_sequence == 16 and spool.memory_bytes_used == 0
+                return log.last_sequence == 16 and store.memory_bytes_used == 0
 
             await until(is_held)
             (piece,) = await take(viewer, 1)
@@ -77,9 +77,9 @@ async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nurser
 
 async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
     """Damaged output is handed to nobody; the output behind it still is."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        log = await ended(spool.session("session"), "a", pieces=60)
-        await wait_memory_below(spool, MB)
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        log = await ended(store.session("session"), "a", pieces=60)
+        await wait_memory_below(store, MB)
         viewer, reader = log.reader(mode=ReaderMode.FASTEST), log.reader()
         on_disk = len([block for block in log.kept.blocks if block.pieces is None])
         assert on_disk > 4
@@ -90,7 +90,7 @@ async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
         assert first > 1
         assert viewer.skipped_bytes + len(rest) >= 60 * len(PIECE)
         assert rest.endswith(b"".join(numbered_piece(number) for number in range(first - 1, 60)))
-        assert spool.lost_bytes > 0
+        assert store.lost_bytes > 0
         with pytest.raises(ExecGone):
             await drain(reader)
         with pytest.raises(ExecGone):
@@ -99,9 +99,9 @@ async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
 
 async def test_a_slice_ends_where_the_disk_fails(tmp_path: Path) -> None:
     """Output up to the failure is given; the next slice is told that it's gone."""
-    async with open_spool(tmp_path, memory_bytes=MB, session_bytes=16 * MB) as spool:
-        log = await ended(spool.session("session"), "a", pieces=60)
-        await wait_memory_below(spool, MB)
+    async with open_output(tmp_path, memory_bytes=MB, session_bytes=16 * MB) as store:
+        log = await ended(store.session("session"), "a", pieces=60)
+        await wait_memory_below(store, MB)
         first_file = log.kept.blocks[0].parts[0].file
         second = next(block for block in log.kept.blocks if block.parts[0].file is not first_file)
         second.parts[0].file.path.unlink()
@@ -116,16 +116,16 @@ async def test_a_file_that_goes_before_it_is_read_is_no_failure(
 ) -> None:
     """The reader is told that it's gone; nothing is lost to the disk."""
     caplog.set_level(logging.ERROR)
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        logs = spool.session("session")
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        logs = store.session("session")
         log = await ended(logs, "a", pieces=60)
-        await wait_memory_below(spool, MB)
+        await wait_memory_below(store, MB)
 
         async def read() -> None:
             with pytest.raises(ExecGone):
                 await drain(log.reader())
 
-        reading = spool._ledger.reading
+        reading = store._ledger.reading
         reading.total_tokens = 1
         async with reading:  # the thread that reads can't begin
             nursery.start_soon(read)
@@ -142,14 +142,14 @@ async def test_a_file_that_goes_before_it_is_read_is_no_failure(
             return not nursery.child_tasks
 
         await until(has_ended)
-        assert (caplog.records, spool.lost_bytes) == ([], 0)
+        assert (caplog.records, store.lost_bytes) == ([], 0)
 
 
 async def test_a_cancelled_read_from_disk_loses_nothing(tmp_path: Path) -> None:
     """The reader goes on where it was, and nobody waits for the disk."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        log = await ended(spool.session("session"), "a", pieces=40)
-        await wait_memory_below(spool, MB)
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        log = await ended(store.session("session"), "a", pieces=40)
+        await wait_memory_below(store, MB)
         reader = log.reader()
         got: list[bytes] = []
         while len(got) < 40:

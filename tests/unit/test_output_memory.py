@@ -23,7 +23,7 @@ from tests.stores import (
     files,
     fill,
     numbered_piece,
-    open_spool,
+    open_output,
     take,
     wait_memory_below,
 )
@@ -40,26 +40,26 @@ async def ended_with(logs: SessionOutput, exec_id: str, data: bytes) -> None:
 
 async def test_short_runs_touch_no_file(tmp_path: Path) -> None:
     """As long as there is memory, output stays there."""
-    async with open_spool(tmp_path) as spool:
-        logs = spool.session("session")
+    async with open_output(tmp_path) as store:
+        logs = store.session("session")
         for number in range(100):
             await ended(logs, str(number), pieces=1)
         await trio.testing.wait_all_tasks_blocked()
         assert files(tmp_path) == []
-        assert spool.disk_bytes_used == 0
+        assert store.disk_bytes_used == 0
 
 
 async def test_ended_runs_go_to_disk_first_and_are_read_from_there(tmp_path: Path) -> None:
     """Output that memory has no room for is read back exactly, from any number and any offset."""
-    async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
-        logs = spool.session(SESSION)
+    async with open_output(tmp_path, memory_bytes=4 * MB) as store:
+        logs = store.session(SESSION)
         old = await ended(logs, "../../../../etc/passwd", pieces=40)
         running = logs.open("/dev/null")
         await fill(running, 40)
-        await wait_memory_below(spool, 4 * MB)
+        await wait_memory_below(store, 4 * MB)
         assert old.kept.memory_bytes < MB
         assert running.kept.memory_bytes > 40 * len(PIECE)
-        assert spool.disk_bytes_used == disk_bytes(tmp_path) > MB
+        assert store.disk_bytes_used == disk_bytes(tmp_path) > MB
         assert all(re.fullmatch(r"a{24}\.[0-9a-f]{8}\.(runs|out)", path.name) for path in files(tmp_path))
         assert [numbered_piece(number) for number in range(40)] == [piece.data async for piece in old.reader()]
         assert [numbered_piece(number) for number in range(7, 40)] == [
@@ -76,15 +76,15 @@ async def test_ended_runs_go_to_disk_first_and_are_read_from_there(tmp_path: Pat
 
 async def test_one_file_takes_many_short_runs(tmp_path: Path) -> None:
     """The disk sees few large files, not one for each command."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        logs = spool.session("session")
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        logs = store.session("session")
         ended_logs = []
         for number in range(1000):
             log = logs.open(str(number))
             await log.append(OUT, b"%d" % number * 300)
             logs.retire(str(number))
             ended_logs.append(log)
-        await wait_memory_below(spool, MB)
+        await wait_memory_below(store, MB)
         assert 0 < len(files(tmp_path)) <= 3
         for number, log in enumerate(ended_logs):
             assert b"%d" % number * 300 == await drain(log.reader())
@@ -102,18 +102,18 @@ async def test_a_long_stream_grows_neither_memory_nor_disk(tmp_path: Path, has_r
             got += len(piece.data)
 
     async with (
-        open_spool(tmp_path, memory_bytes=memory, session_bytes=session) as spool,
+        open_output(tmp_path, memory_bytes=memory, session_bytes=session) as store,
         trio.open_nursery() as nursery,
     ):
-        logs = spool.session("session")
+        logs = store.session("session")
         log = logs.open("stream")
         if has_reader:
             nursery.start_soon(follow, log)
         for _ in range(1000):
             await fill(log, 1)
-            assert spool.memory_bytes_used <= 1.5 * memory + 2 * len(PIECE)
+            assert store.memory_bytes_used <= 1.5 * memory + 2 * len(PIECE)
             assert logs.bytes_used <= session
-            assert spool.disk_bytes_used <= session + 2 * MB
+            assert store.disk_bytes_used <= session + 2 * MB
         log.close()
         logs.retire("stream")
         assert log.first_sequence > 1000 - session // len(PIECE)
@@ -123,18 +123,18 @@ async def test_a_long_stream_grows_neither_memory_nor_disk(tmp_path: Path, has_r
 async def test_many_streams_at_once_share_the_memory(tmp_path: Path) -> None:
     """Each writer gets on, and together they stay within the bounds."""
     memory, streams = 2 * MB, 10
-    async with open_spool(tmp_path, memory_bytes=memory) as spool, trio.open_nursery() as nursery:
+    async with open_output(tmp_path, memory_bytes=memory) as store, trio.open_nursery() as nursery:
         highest = 0
 
         async def write(log: OutputLog) -> None:
             nonlocal highest
             for number in range(50):
                 await log.append(OUT, numbered_piece(number))
-                highest = max(highest, spool.memory_bytes_used)
+                highest = max(highest, store.memory_bytes_used)
                 await trio.lowlevel.checkpoint()
             log.close()
 
-        logs = [spool.session(str(number % 4)).open(str(number)) for number in range(streams)]
+        logs = [store.session(str(number % 4)).open(str(number)) for number in range(streams)]
         for log in logs:
             nursery.start_soon(write, log)
         whole = b"".join(numbered_piece(number) for number in range(50))
@@ -145,29 +145,29 @@ async def test_many_streams_at_once_share_the_memory(tmp_path: Path) -> None:
 
 async def test_a_writer_waits_for_the_disk(tmp_path: Path, nursery: trio.Nursery) -> None:
     """When memory is full and nothing is written, a writer stands still instead of filling it."""
-    spool = OutputStore(tmp_path / "spool", memory_bytes=MB)
-    await spool.open()
-    log = spool.session("session").open("a")
+    store = OutputStore(tmp_path / "spool", memory_bytes=MB)
+    await store.open()
+    log = store.session("session").open("a")
     nursery.start_soon(fill, log, 100)
     await trio.testing.wait_all_tasks_blocked()
-    assert 1.25 * MB < spool.memory_bytes_used < 1.5 * MB
+    assert 1.25 * MB < store.memory_bytes_used < 1.5 * MB
     assert log.last_sequence < 25
-    nursery.start_soon(spool.run)
+    nursery.start_soon(store.run)
     assert b"".join([piece.data for piece in await take(log.reader(), 100)]) == 100 * PIECE
     nursery.cancel_scope.cancel()
-    spool.close()
+    store.close()
 
 
 async def test_a_small_writer_does_not_wait_for_those_that_fill_the_memory(
     tmp_path: Path, nursery: trio.Nursery
 ) -> None:
     """Each log has its share, whatever the others hold."""
-    spool = OutputStore(tmp_path / "spool", memory_bytes=MB)
-    logs = spool.session("session")
+    store = OutputStore(tmp_path / "spool", memory_bytes=MB)
+    logs = store.session("session")
     for name in "abc":
         nursery.start_soon(fill, logs.open(name), 100)
     await trio.testing.wait_all_tasks_blocked()
-    assert spool.memory_bytes_used > 1.25 * MB
+    assert store.memory_bytes_used > 1.25 * MB
     small = logs.open("small")
     with trio.testing.assert_no_checkpoints():
         await fill(small, 1)
@@ -177,43 +177,43 @@ async def test_a_small_writer_does_not_wait_for_those_that_fill_the_memory(
 
 async def test_what_is_dropped_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
     """A file nobody needs any more when it is there is removed at once."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        logs = spool.session("session")
-        spool._writing.total_tokens = 1
-        async with spool._writing:  # the thread that writes can't begin
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        logs = store.session("session")
+        store._writing.total_tokens = 1
+        async with store._writing:  # the thread that writes can't begin
             await ended(logs, "a", pieces=15)
             await ended(logs, "b", pieces=5)
             await trio.testing.wait_all_tasks_blocked()
-            assert spool._writing.statistics().tasks_waiting == 1
+            assert store._writing.statistics().tasks_waiting == 1
             logs.close()
         await logs.destroy()
         await trio.testing.wait_all_tasks_blocked()
 
         async def is_at_rest() -> bool:
-            return spool._writing.statistics().borrowed_tokens == 0
+            return store._writing.statistics().borrowed_tokens == 0
 
         await until(is_at_rest)
         assert files(tmp_path) == []
-        assert (spool.memory_bytes_used, spool.disk_bytes_used, spool.lost_bytes) == (0, 0, 0)
+        assert (store.memory_bytes_used, store.disk_bytes_used, store.lost_bytes) == (0, 0, 0)
 
 
 async def test_sessions_go_to_disk_in_turn(tmp_path: Path) -> None:
     """The oldest of each leaves memory first, not all of one session."""
-    async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
-        logs = [await ended(spool.session(name), "a", pieces=38) for name in ("first", "second")]
-        await wait_memory_below(spool, 3 * MB)
+    async with open_output(tmp_path, memory_bytes=4 * MB) as store:
+        logs = [await ended(store.session(name), "a", pieces=38) for name in ("first", "second")]
+        await wait_memory_below(store, 3 * MB)
         assert all(log.kept.blocks[0].pieces is None for log in logs)
         assert all(log.kept.blocks[-1].pieces is not None for log in logs)
 
 
 async def test_sessions_share_no_file(tmp_path: Path) -> None:
     """Output of one session does not stay because of another, however their commands took turns."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        first, second = spool.session("first"), spool.session("second")
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        first, second = store.session("first"), store.session("second")
         for number in range(500):
             await ended_with(first, str(number), b"x" * 3000)
             await ended_with(second, str(number), b"y" * 3000)
-        await wait_memory_below(spool, MB)
+        await wait_memory_below(store, MB)
         assert 4 <= len(files(tmp_path)) <= 8
         await second.destroy()
 
@@ -227,16 +227,16 @@ async def test_sessions_share_no_file(tmp_path: Path) -> None:
 
 async def test_files_go_when_what_they_hold_goes(tmp_path: Path) -> None:
     """The end of a session removes its files and no others."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
-        first, second = spool.session("first"), spool.session("second")
+    async with open_output(tmp_path, memory_bytes=MB) as store:
+        first, second = store.session("first"), store.session("second")
         await ended(first, "a", pieces=40)
         await ended(second, "b", pieces=40)
-        await wait_memory_below(spool, MB)
-        both = spool.disk_bytes_used
+        await wait_memory_below(store, MB)
+        both = store.disk_bytes_used
         await first.destroy()
 
         async def is_removed() -> bool:
-            return spool.disk_bytes_used == disk_bytes(tmp_path) < both
+            return store.disk_bytes_used == disk_bytes(tmp_path) < both
 
         await until(is_removed)
         log = second.get("b")
@@ -245,62 +245,62 @@ async def test_files_go_when_what_they_hold_goes(tmp_path: Path) -> None:
         await second.destroy()
 
         async def is_empty() -> bool:
-            return spool.disk_bytes_used == 0 and files(tmp_path) == []
+            return store.disk_bytes_used == 0 and files(tmp_path) == []
 
         await until(is_empty)
-        assert (spool.memory_bytes_used, spool.lost_bytes) == (0, 0)
+        assert (store.memory_bytes_used, store.lost_bytes) == (0, 0)
 
 
 async def test_a_tail_on_disk_is_kept_for_a_reader_close_behind(tmp_path: Path) -> None:
     """A session that ended leaves a reader its rest, wherever it lies, and no file once that was read."""
-    async with open_spool(tmp_path, memory_bytes=512 * KB) as spool:
-        logs = spool.session("session")
+    async with open_output(tmp_path, memory_bytes=512 * KB) as store:
+        logs = store.session("session")
         log = logs.open("a")
         reader = log.reader()
         for number in range(16):
             await log.append(OUT, numbered_piece(number))
         logs.retire("a")
-        await wait_memory_below(spool, 512 * KB)
+        await wait_memory_below(store, 512 * KB)
         await logs.destroy()
         assert b"".join(numbered_piece(number) for number in range(16)) == await drain(reader)
 
         async def is_empty() -> bool:
-            return spool.disk_bytes_used == 0 and files(tmp_path) == []
+            return store.disk_bytes_used == 0 and files(tmp_path) == []
 
         await until(is_empty)
-        assert spool.memory_bytes_used == 0
+        assert store.memory_bytes_used == 0
 
 
 async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
     """The session whose files take most gives up the oldest one. A running log that takes more than all others loses
     its own output, costs them nothing below their equal part, and does not have to wait."""
-    async with open_spool(tmp_path, memory_bytes=MB, disk_bytes=4 * MB) as spool:
-        small = await ended(spool.session("small"), "small", pieces=4)
-        await spool.session("small").write(None)
+    async with open_output(tmp_path, memory_bytes=MB, disk_bytes=4 * MB) as store:
+        small = await ended(store.session("small"), "small", pieces=4)
+        await store.session("small").write(None)
         logs = []
         for number in range(5):
-            logs.append(await ended(spool.session(str(number)), str(number), pieces=28))
-            await wait_memory_below(spool, MB)
-            assert spool.disk_bytes_used <= 4 * MB
+            logs.append(await ended(store.session(str(number)), str(number), pieces=28))
+            await wait_memory_below(store, MB)
+            assert store.disk_bytes_used <= 4 * MB
         assert [log.first_sequence for log in logs] == [29, 29, 29, 1, 1]
-        assert spool.lost_bytes == 0
-        log = spool.session("last").open("running")
+        assert store.lost_bytes == 0
+        log = store.session("last").open("running")
         await fill(log, 200)
-        await wait_memory_below(spool, MB)
-        assert spool.disk_bytes_used <= 4 * MB
+        await wait_memory_below(store, MB)
+        assert store.disk_bytes_used <= 4 * MB
         assert log.last_sequence == 200 > log.last_sequence - log.first_sequence > 20
-        assert (small.first_sequence, spool.lost_bytes) == (1, 0)
+        assert (small.first_sequence, store.lost_bytes) == (1, 0)
 
 
 async def test_closing_frees_everyone(tmp_path: Path) -> None:
     """At the stop of the daemon nobody waits, and files stay for the next one."""
     root = tmp_path / "spool"
-    async with trio.open_nursery() as nursery, open_spool(root, memory_bytes=MB) as spool:
-        log = spool.session("session").open("a")
+    async with trio.open_nursery() as nursery, open_output(root, memory_bytes=MB) as store:
+        log = store.session("session").open("a")
         reader = log.reader()
         nursery.start_soon(fill, log, 100)
         await trio.testing.wait_all_tasks_blocked()
-        await wait_memory_below(spool, MB)
+        await wait_memory_below(store, MB)
     assert files(root) != []
     assert log.is_closed
     reader.close()

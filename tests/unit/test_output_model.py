@@ -17,7 +17,7 @@ from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import LogReader, ReaderMode
 from sandkasten.output.store import OutputStore
-from tests.stores import KB, MB, open_spool
+from tests.stores import KB, MB, open_output
 from tests.waiting import patience
 
 _LAG_BYTES = 512 * KB
@@ -97,8 +97,8 @@ _steps = st.lists(
 class Model:
     """The pieces written, and those that every reader got; checks the store against it at each step."""
 
-    def __init__(self, spool: OutputStore) -> None:
-        self._logs = [spool.session("session").open(str(number)) for number in range(_LOGS)]
+    def __init__(self, store: OutputStore) -> None:
+        self._logs = [store.session("session").open(str(number)) for number in range(_LOGS)]
         self._written: list[list[Output]] = [[] for _ in range(_LOGS)]
         self._readers: list[tuple[int, LogReader]] = []
         self._fed: set[LogReader] = set()
@@ -200,16 +200,16 @@ def _bytes(pieces: Sequence[Output], stream: Stream | None) -> bytes:
 
 async def _run(steps: Sequence[Step_], *, memory_bytes: int, session_bytes: int) -> None:
     with tempfile.TemporaryDirectory(prefix="spool") as root:
-        async with open_spool(Path(root), memory_bytes=memory_bytes, session_bytes=session_bytes) as spool:
-            model = Model(spool)
+        async with open_output(Path(root), memory_bytes=memory_bytes, session_bytes=session_bytes) as store:
+            model = Model(store)
             for step in steps:
                 await model.perform(step)
             await model.finish()
-            assert spool.lost_bytes == 0
-            await spool.session("session").destroy()
-            assert spool.memory_bytes_used == 0
+            assert store.lost_bytes == 0
+            await store.session("session").destroy()
+            assert store.memory_bytes_used == 0
             with trio.fail_after(patience(10)):
-                while spool.disk_bytes_used or os.listdir(root):
+                while store.disk_bytes_used or os.listdir(root):
                     await trio.lowlevel.checkpoint()
 
 

@@ -183,20 +183,20 @@ async def test_a_reader_far_behind_loses_a_dropped_log(logs: SessionOutput) -> N
 
 async def test_memory_of_a_dropped_log_is_given_back_when_its_readers_leave(tmp_path: Path) -> None:
     """A tail that is kept for readers is counted, and gone with the last of them."""
-    spool = OutputStore(tmp_path, session_bytes=4 * MB)
-    logs = spool.session("session")
+    store = OutputStore(tmp_path, session_bytes=4 * MB)
+    logs = store.session("session")
     log = logs.open("a")
     readers = [log.reader(), log.reader()]
     await fill(log, 10)
     logs.close()
     assert logs.bytes_used == 0
-    assert 10 * len(PIECE) < spool.memory_bytes_used
+    assert 10 * len(PIECE) < store.memory_bytes_used
     assert await drain(readers[0]) == 10 * PIECE
-    assert 10 * len(PIECE) < spool.memory_bytes_used
+    assert 10 * len(PIECE) < store.memory_bytes_used
     await take(readers[1], 6)
-    assert spool.memory_bytes_used < 8 * len(PIECE)
+    assert store.memory_bytes_used < 8 * len(PIECE)
     readers[1].close()
-    assert spool.memory_bytes_used == 0
+    assert store.memory_bytes_used == 0
 
 
 async def test_the_end_of_a_session_frees_its_writers_and_finishes_its_readers(
@@ -250,11 +250,11 @@ async def test_logs_of_an_ended_session_keep_nothing(logs: SessionOutput) -> Non
 
 async def test_a_session_is_new_after_its_end(tmp_path: Path) -> None:
     """The same logs are given until they are closed."""
-    spool = OutputStore(tmp_path)
-    first = spool.session("a")
-    assert spool.session("a") is first
+    store = OutputStore(tmp_path)
+    first = store.session("a")
+    assert store.session("a") is first
     first.close()
-    assert spool.session("a") is not first
+    assert store.session("a") is not first
 
 
 async def test_an_ended_run_costs_its_record_too(logs: SessionOutput) -> None:
@@ -274,9 +274,9 @@ async def test_an_ended_run_costs_its_record_too(logs: SessionOutput) -> None:
 
 async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path, nursery: trio.Nursery) -> None:
     """Nobody finds them at once; what they take is given back while others run."""
-    spool = OutputStore(tmp_path)
-    nursery.start_soon(spool.run)
-    logs = spool.session("session")
+    store = OutputStore(tmp_path)
+    nursery.start_soon(store.run)
+    logs = store.session("session")
     for number in range(3000):
         await ended(logs, str(number), pieces=0)
         await logs.open(f"{number}+").append(OUT, b"x")
@@ -288,16 +288,16 @@ async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path
     assert logs.get("2999+") is None
     assert logs.bytes_used > 0
     await trio.testing.wait_all_tasks_blocked()
-    assert (logs.bytes_used, spool.memory_bytes_used, gone) == (0, 0, [])
+    assert (logs.bytes_used, store.memory_bytes_used, gone) == (0, 0, [])
     nursery.cancel_scope.cancel()
 
 
 async def test_records_of_all_sessions_have_a_bound_and_the_largest_gives_way(tmp_path: Path) -> None:
     """A session that has no more than its equal part loses nothing, however many the others end and however old."""
-    spool = OutputStore(tmp_path, records_bytes=100 * RECORD_BYTES)
+    store = OutputStore(tmp_path, records_bytes=100 * RECORD_BYTES)
     gone: list[tuple[str, str]] = []
     for session_id, runs in (("quiet", 30), ("busy", 500), ("late", 30)):
-        logs = spool.session(session_id)
+        logs = store.session(session_id)
         logs.when_gone(lambda exec_id, session_id=session_id: gone.append((session_id, exec_id)))  # type: ignore[misc]
         for number in range(runs):
             logs.open(str(number))
@@ -307,11 +307,11 @@ async def test_records_of_all_sessions_have_a_bound_and_the_largest_gives_way(tm
 
 async def test_an_ended_session_frees_the_room_of_its_records(tmp_path: Path, nursery: trio.Nursery) -> None:
     """Nobody gives way for what is not kept any more."""
-    spool = OutputStore(tmp_path, records_bytes=100 * RECORD_BYTES)
-    nursery.start_soon(spool.run)
+    store = OutputStore(tmp_path, records_bytes=100 * RECORD_BYTES)
+    nursery.start_soon(store.run)
     gone: list[str] = []
     for session_id in "abc":
-        logs = spool.session(session_id)
+        logs = store.session(session_id)
         logs.when_gone(gone.append)
         for number in range(100):
             logs.open(str(number))

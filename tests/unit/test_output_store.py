@@ -17,7 +17,7 @@ from sandkasten.output.disk import FILE_BYTES, Written
 from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState
 from sandkasten.output.store import OutputStore, SessionOutput
-from tests.stores import MB, PIECE, disk_bytes, ended, file_size_limit, files, fill, numbered_piece, open_spool
+from tests.stores import MB, PIECE, disk_bytes, ended, file_size_limit, files, fill, numbered_piece, open_output
 from tests.stores import wait_memory_below as wait_memory
 from tests.unit.test_output_disk import ENDED, FACTS, SESSION
 from tests.waiting import until
@@ -54,7 +54,7 @@ async def recovered(output: SessionOutput, written: Written, exec_id: str) -> Ou
 
 async def test_nothing_is_written_while_runs_are_recovered(tmp_path: Path) -> None:
     """A statement at that moment would drop the runs that have no log yet."""
-    async with open_spool(tmp_path) as store:
+    async with open_output(tmp_path) as store:
         output = described(store)
         for exec_id in ("run/a", "run/b"):
             await ended(output, exec_id, pieces=1)
@@ -146,7 +146,7 @@ async def test_a_session_that_fails_in_its_turn_costs_no_other_its_records(
 
 async def test_output_is_written_once(tmp_path: Path) -> None:
     """Whether for the next daemon or for want of memory, bit by bit or in blocks; and it is read back in one piece."""
-    async with open_spool(tmp_path, memory_bytes=MB) as store:
+    async with open_output(tmp_path, memory_bytes=MB) as store:
         output = described(store)
         log = output.open("a")
         output.note_changed("a")
@@ -168,7 +168,7 @@ async def test_output_is_written_once(tmp_path: Path) -> None:
 
 async def test_the_next_daemon_has_what_was_written_without_reading_it(tmp_path: Path) -> None:
     """Output stays where it is, with its numbers and its offsets, and goes on behind its end."""
-    async with open_spool(tmp_path) as store:
+    async with open_output(tmp_path) as store:
         output = described(store)
         log = output.open("a")
         output.note_changed("a")
@@ -193,7 +193,7 @@ async def test_the_next_daemon_has_what_was_written_without_reading_it(tmp_path:
 
 async def test_a_run_that_is_dropped_leaves_its_id(tmp_path: Path) -> None:
     """The output goes from the disk; an id that a client chose is never forgotten, and costs one record."""
-    async with open_spool(tmp_path, session_bytes=4 * MB) as store:
+    async with open_output(tmp_path, session_bytes=4 * MB) as store:
         output = described(store)
         for number in range(20):
             exec_id = f"chosen-{number}"
@@ -212,7 +212,7 @@ async def test_a_run_that_is_dropped_leaves_its_id(tmp_path: Path) -> None:
 
 async def test_a_quiet_run_pins_no_disk(tmp_path: Path) -> None:
     """Files that hold a little of what is needed go with the oldest of it, once all together take too much."""
-    async with open_spool(tmp_path, session_bytes=2 * MB) as store:
+    async with open_output(tmp_path, session_bytes=2 * MB) as store:
         output = described(store)
         quiet = output.open("quiet")
         for number in range(40):
@@ -227,7 +227,7 @@ async def test_a_quiet_run_pins_no_disk(tmp_path: Path) -> None:
 
 async def test_a_write_that_failed_is_made_up_for(tmp_path: Path) -> None:
     """The next one brings all records and all output; nothing is lost meanwhile."""
-    async with open_spool(tmp_path) as store:
+    async with open_output(tmp_path) as store:
         output = described(store)
         log = output.open("run/a")
         output.note_changed("run/a")
@@ -246,7 +246,7 @@ async def test_a_write_that_failed_is_made_up_for(tmp_path: Path) -> None:
 
 async def test_an_id_that_is_dropped_while_a_statement_is_made_stays_known(tmp_path: Path) -> None:
     """The statement names it among the used ids: a kill right behind the statement lets no command run twice."""
-    async with open_spool(tmp_path) as store:
+    async with open_output(tmp_path) as store:
         output = described(store)
         for number in range(300):
             await ended(output, f"chosen-{number}", pieces=0)
@@ -265,7 +265,7 @@ async def test_an_id_that_is_dropped_while_a_statement_is_made_stays_known(tmp_p
 
 async def test_records_take_no_room_from_output(tmp_path: Path) -> None:
     """A session with many records and no output stands in nobody's way, neither while they are kept nor afterwards."""
-    async with open_spool(tmp_path, disk_bytes=4 * MB, session_bytes=64 * MB) as store:
+    async with open_output(tmp_path, disk_bytes=4 * MB, session_bytes=64 * MB) as store:
         many, other = described(store), described(store, "b" * 24)
         while store.disk_bytes_used < 3.5 * MB:
             for number in range(1000):
@@ -281,7 +281,7 @@ async def test_records_take_no_room_from_output(tmp_path: Path) -> None:
 
 async def test_records_are_written_when_output_passes_the_limit(tmp_path: Path) -> None:
     """A full share of the disk costs output, and no run its record."""
-    async with open_spool(tmp_path, disk_bytes=MB) as store:
+    async with open_output(tmp_path, disk_bytes=MB) as store:
         output = described(store)
         log = output.open("run/a")
         output.note_changed("run/a")
@@ -295,7 +295,7 @@ async def test_records_are_written_when_output_passes_the_limit(tmp_path: Path) 
 
 async def test_a_session_that_is_closed_and_opened_again_has_its_files(tmp_path: Path) -> None:
     """A session's actor that is started anew in the same daemon finds them as the next daemon would."""
-    async with open_spool(tmp_path) as store:
+    async with open_output(tmp_path) as store:
         output = described(store)
         log = await ended(output, "run/a", pieces=3)
         output.note_changed("run/a")
@@ -313,7 +313,7 @@ async def test_a_session_that_is_closed_and_opened_again_has_its_files(tmp_path:
 
 async def test_a_running_log_gives_way_where_dropping_ended_runs_would_free_no_file(tmp_path: Path) -> None:
     """A running log has parts in every file: ended runs are kept as far as there is room, and no write fails."""
-    async with open_spool(tmp_path, disk_bytes=4 * MB) as store:
+    async with open_output(tmp_path, disk_bytes=4 * MB) as store:
         output = described(store)
         gone: list[str] = []
         output.when_gone(gone.append)
@@ -339,7 +339,7 @@ async def test_a_running_log_gives_way_where_dropping_ended_runs_would_free_no_f
 async def test_after_a_restart_files_give_way_too(tmp_path: Path) -> None:
     """Also when their session has written nothing since; no other session loses anything."""
     sizes = (20, 4, 4)
-    async with open_spool(tmp_path, session_bytes=8 * MB) as store:  # files of 1 MiB
+    async with open_output(tmp_path, session_bytes=8 * MB) as store:  # files of 1 MiB
         for session_id, pieces in zip("abc", sizes, strict=True):
             output = described(store, session_id * 24)
             for exec_id in ("first", "second"):
@@ -347,7 +347,7 @@ async def test_after_a_restart_files_give_way_too(tmp_path: Path) -> None:
                 output.note_changed(exec_id)
                 await output.write([exec_id])
                 assert log.is_written
-    async with open_spool(tmp_path, session_bytes=8 * MB, disk_bytes=disk_bytes(tmp_path) + MB // 4) as store:
+    async with open_output(tmp_path, session_bytes=8 * MB, disk_bytes=disk_bytes(tmp_path) + MB // 4) as store:
         await store.open({session_id * 24 for session_id in "abc"})
         logs: dict[tuple[str, str], OutputLog] = {}
         for session_id in "abc":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nsinit.wire.protocol import TOLD_ONLY, Found, Identity
 from sandkasten.actors.node.reconcile import (
     HOST_REBOOT,
-    MAX_SPOOL_FILES,
+    MAX_OUTPUT_FILES,
     SESSION,
     SPOOL_FILE,
     TRASH,
@@ -27,7 +27,7 @@ from sandkasten.actors.node.reconcile import (
 )
 from sandkasten.model import EndReason, Status
 from sandkasten.model.lifecycle import ENDED, LIVE, Trigger
-from sandkasten.output.disk import SpoolFile
+from sandkasten.output.disk import OutputFile
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
 
@@ -56,10 +56,10 @@ def later(
     *,
     owned: Container[str] = frozenset(),
     seen: Sightings = frozenset(),
-    spool: Sequence[SpoolFile] = (),
+    output_files: Sequence[OutputFile] = (),
 ) -> Reconciliation:
     """Plan as every minute does."""
-    return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen, spool=spool))
+    return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen, output_files=output_files))
 
 
 # The start --------------------------------------------------------------------------------------------------------
@@ -189,23 +189,23 @@ def test_trash_is_no_news_before_it_stays() -> None:
     assert later(leftovers=[trash], seen=first.seen).remove == [trash]
 
 
-# Files of the spool -----------------------------------------------------------------------------------------------
+# Files in `spool/` -----------------------------------------------------------------------------------------------
 
-FILE, OTHER = SpoolFile(f"{ID}.00000001.runs", ID), SpoolFile("0000000000000001.spool")
+FILE, OTHER = OutputFile(f"{ID}.00000001.runs", ID), OutputFile("0000000000000001.spool")
 FILES = [Leftover(SPOOL_FILE, each.name) for each in (FILE, OTHER)]
 
 
-def test_unknown_files_of_the_spool_are_told_of_and_removed_at_the_start() -> None:
+def test_unknown_output_files_are_told_of_and_removed_at_the_start() -> None:
     """Nobody can be writing them."""
-    plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, spool=[FILE, OTHER]))
+    plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, output_files=[FILE, OTHER]))
     assert (plan.news, plan.remove, plan.seen) == (FILES, FILES, frozenset())
 
 
 def test_later_they_are_removed_when_they_were_seen_twice() -> None:
     """Each is told of once."""
-    first = later(spool=[FILE, OTHER])
+    first = later(output_files=[FILE, OTHER])
     assert (first.news, first.remove) == (FILES, [])
-    second = later(spool=[FILE], seen=first.seen)
+    second = later(output_files=[FILE], seen=first.seen)
     assert (second.news, second.remove, second.seen) == ([], FILES[:1], frozenset())
 
 
@@ -215,29 +215,29 @@ def test_files_of_a_session_that_has_a_row_are_kept_in_whatever_state_it_is(stat
     """Also while its end is being finished: that removes them itself."""
     record = make_record(ID, status=status, identity=KERNEL)
     seen = frozenset(FILES)
-    plan = plan_reconciliation(Observed([record], [running()], BOOT, seen=seen, is_start=is_start, spool=[FILE]))
+    plan = plan_reconciliation(Observed([record], [running()], BOOT, seen=seen, is_start=is_start, output_files=[FILE]))
     assert (plan.news, plan.remove) == ([], [])
 
 
 def test_a_run_that_began_after_the_rows_were_read_keeps_its_files() -> None:
     """The files' session has an owner by then, because the owners are asked last."""
-    plan = later([], [], owned={ID}, seen=frozenset(FILES), spool=[FILE])
+    plan = later([], [], owned={ID}, seen=frozenset(FILES), output_files=[FILE])
     assert (plan.news, plan.remove, plan.seen) == ([], [], frozenset())
 
 
 def test_files_of_a_sandbox_that_runs_unknown_go_with_it_and_not_before() -> None:
     """There is a minute to bring the database back."""
-    first = plan_reconciliation(Observed([], [running()], BOOT, is_start=True, spool=[FILE]))
+    first = plan_reconciliation(Observed([], [running()], BOOT, is_start=True, output_files=[FILE]))
     assert (set(first.news), first.remove) == ({Leftover(SESSION, ID), FILES[0]}, [])
-    second = later([], [running()], seen=first.seen, spool=[FILE])
+    second = later([], [running()], seen=first.seen, output_files=[FILE])
     assert ([each.action for each in second.decisions], second.remove) == ([SessionAction.CLEAN], FILES[:1])
 
 
 def test_however_many_there_are_one_look_is_bounded() -> None:
     """Files beyond the bound are found by the next look."""
-    many = [SpoolFile(f"{number:016x}.spool") for number in range(MAX_SPOOL_FILES + 1)]
-    plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, spool=many))
-    assert (len(plan.news), len(plan.remove)) == (MAX_SPOOL_FILES, MAX_SPOOL_FILES)
+    many = [OutputFile(f"{number:016x}.spool") for number in range(MAX_OUTPUT_FILES + 1)]
+    plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, output_files=many))
+    assert (len(plan.news), len(plan.remove)) == (MAX_OUTPUT_FILES, MAX_OUTPUT_FILES)
 
 
 # Everything at once -----------------------------------------------------------------------------------------------
@@ -255,13 +255,15 @@ class World:
     found: dict[str, Found]
     leftovers: set[Leftover]
     owned: set[str]
-    spool: set[SpoolFile]
+    output_files: set[OutputFile]
     seen: Sightings = frozenset()
 
     def plan(self, *, is_start: bool = False) -> Reconciliation:
         records = [each for each in self.records.values() if each.session.status in LIVE]
-        found, leftovers, spool = list(self.found.values()), list(self.leftovers), list(self.spool)
-        return plan_reconciliation(Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start, spool))
+        found, leftovers, output_files = list(self.found.values()), list(self.leftovers), list(self.output_files)
+        return plan_reconciliation(
+            Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start, output_files)
+        )
 
     def carry_out(self, plan: Reconciliation) -> None:
         for decision in plan.decisions:
@@ -271,11 +273,11 @@ class World:
                 case SessionAction.FINISH:
                     del self.records[decision.session_id]
                     self.found.pop(decision.session_id, None)
-                    self.spool = {each for each in self.spool if each.session_id != decision.session_id}
+                    self.output_files = {each for each in self.output_files if each.session_id != decision.session_id}
                 case SessionAction.CLEAN:
                     del self.found[decision.session_id]
         self.leftovers -= set(plan.remove)
-        self.spool = {each for each in self.spool if Leftover(SPOOL_FILE, each.name) not in plan.remove}
+        self.output_files = {each for each in self.output_files if Leftover(SPOOL_FILE, each.name) not in plan.remove}
         self.seen = plan.seen
 
 
@@ -293,8 +295,8 @@ def worlds(draw: st.DrawFn) -> World:
     for session_id in draw(st.sets(st.sampled_from(IDS))):
         found[session_id] = draw(st.sampled_from([running(session_id), remains(session_id)]))
     owned = draw(st.sets(st.sampled_from(IDS)))
-    spool = {SpoolFile(each or "x", each) for each in draw(st.sets(st.sampled_from([*IDS, None])))}
-    return World(records, found, draw(st.sets(LEFTOVERS)), owned, spool)
+    output_files = {OutputFile(each or "x", each) for each in draw(st.sets(st.sampled_from([*IDS, None])))}
+    return World(records, found, draw(st.sets(LEFTOVERS)), owned, output_files)
 
 
 @given(worlds(), st.booleans())
@@ -327,4 +329,4 @@ def test_what_was_carried_out_is_not_planned_again(world: World, is_start: bool)
     assert (plan.remove, plan.news) == ([], [])
     assert {each.kind for each in world.leftovers} <= TOLD_ONLY
     kept = {name for name, each in world.records.items() if each.session.status in LIVE} | world.owned
-    assert {each.session_id for each in world.spool} <= kept
+    assert {each.session_id for each in world.output_files} <= kept

@@ -218,4 +218,4 @@ def kernel_log(_room: Room) -> str:
             raise FallsBack(f"/dev/kmsg: {error.strerror}") from error
     finally:
         os.close(fd)
-    return "read the kernel's log: victims of a full memory can be named"
+    return "read the kernel's log: processes killed for memory can be named"

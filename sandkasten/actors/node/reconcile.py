@@ -5,7 +5,7 @@ action. An id with an owner is left alone. An unknown id or leftover is told of 
 it is seen again: between two looks a session may have begun or ended. At a start none can.
 
 Removed are sandboxes and remains of unknown sessions (processes, cgroups, directories with their mounts, which are in a
-namespace of their own), nsinit's leftovers (cgroups, directories, trash, loop devices) and files of the spool. Mounts
+namespace of their own), nsinit's leftovers (cgroups, directories, trash, loop devices) and files in `spool/`. Mounts
 made by hand and cgroups in another part of the tree are told of, and stay. Network namespaces and interfaces are not
 looked for: those of a sandbox have no name and live as long as its processes, and none is made outside of one.
 """
@@ -21,7 +21,7 @@ from nsinit.wire import protocol
 from nsinit.wire.protocol import TOLD_ONLY, Found
 from sandkasten.model import EndReason, Status
 from sandkasten.model.lifecycle import Trigger
-from sandkasten.output.disk import SpoolFile
+from sandkasten.output.disk import OutputFile
 from sandkasten.store.sessions import SessionRecord
 
 HOST_REBOOT = "the machine was restarted"
@@ -71,9 +71,9 @@ SESSION = "session"
 """The kind of leftover that an unknown session id is."""
 
 SPOOL_FILE = "spool_file"
-"""A file in the spool's directory that neither the spool uses nor a known session owns."""
+"""A file in `spool/` that neither the output store uses nor a known session owns."""
 
-MAX_SPOOL_FILES = 1000
+MAX_OUTPUT_FILES = 1000
 """Bound of one look; the next looks find the rest."""
 
 TRASH = "trash"
@@ -87,7 +87,8 @@ Sightings = frozenset["str | Leftover"]
 class Observed:
     """The findings of one look. `records`: sessions that the store has as alive. `found`, `leftovers`: findings on
     disk and in the kernel, of this boot. `owned`: ids with an owner. `seen`: sightings of the look before.
-    `is_start`: no session can begin or end meanwhile. `spool`: files that the spool does not use."""
+    `is_start`: no session can begin or end meanwhile. `output_files`: files in `spool/` that the output store does not
+    use."""
 
     records: Sequence[SessionRecord]
     found: Sequence[Found]
@@ -96,7 +97,7 @@ class Observed:
     owned: Container[str] = frozenset()
     seen: Sightings = frozenset()
     is_start: bool = False
-    spool: Sequence[SpoolFile] = ()
+    output_files: Sequence[OutputFile] = ()
 
 
 @attrs.frozen
@@ -132,15 +133,17 @@ def plan_reconciliation(observed: Observed) -> Reconciliation:
 
 
 def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Leftover, str | None]:
-    """Return the files of the spool without a known session, each with the session that its name says."""
+    """Return the files in `spool/` without a known session, each with the session that its name says."""
     unknown = [
-        each for each in observed.spool if each.session_id not in records and each.session_id not in observed.owned
+        each
+        for each in observed.output_files
+        if each.session_id not in records and each.session_id not in observed.owned
     ]
-    return {Leftover(SPOOL_FILE, each.name): each.session_id for each in unknown[:MAX_SPOOL_FILES]}
+    return {Leftover(SPOOL_FILE, each.name): each.session_id for each in unknown[:MAX_OUTPUT_FILES]}
 
 
 def _is_due(observed: Observed, leftover: Leftover) -> bool:
-    """Whether to remove it: when it was seen before, a file of the spool at a start as well."""
+    """Whether to remove it: when it was seen before, a file in `spool/` at a start as well."""
     if leftover.kind in TOLD_ONLY:
         return False
     return leftover in observed.seen or (observed.is_start and leftover.kind == SPOOL_FILE)

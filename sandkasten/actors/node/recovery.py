@@ -47,7 +47,7 @@ from sandkasten.images.layers import LAYER_GRACE_S
 from sandkasten.model import EndReason, EventType, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.lifecycle import END_REASONS, ENDED, IN_KERNEL, LIVE, Trigger, next_status
-from sandkasten.output.disk import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.output.disk import OutputFile, list_output_files, remove_output_files, session_of
 from sandkasten.store.sessions import (
     SessionRecord,
     delete_session,
@@ -124,10 +124,10 @@ class LeftoverSearch:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
 
-    async def _unused_files(self) -> Sequence[SpoolFile]:
+    async def _unused_files(self) -> Sequence[OutputFile]:
         """Return the files that the output store does not use. A session is in the store before it has files."""
         try:
-            files = await trio.to_thread.run_sync(list_spool, self._spool_dir)
+            files = await trio.to_thread.run_sync(list_output_files, self._spool_dir)
         except OSError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
@@ -147,9 +147,9 @@ class LeftoverSearch:
         self._journal.emit(EventType.LEFTOVER_REMOVED, session_id, kind=leftover.kind, name=leftover.name)
 
     async def remove(self, leftovers: Sequence[Leftover]) -> int:
-        """Remove the leftovers of a plan: files of the spool here, all else by nsinit. Return how many are gone."""
+        """Remove the leftovers of a plan: files in `spool/` here, all else by nsinit. Return how many are gone."""
         files = [each for each in leftovers if each.kind == SPOOL_FILE]
-        removed = await self._remove_spool_files(files) if files else 0
+        removed = await self._remove_output_files(files) if files else 0
         for leftover in leftovers:
             if leftover.kind != SPOOL_FILE:
                 removed += await self._remove_by_nsinit(leftover)
@@ -165,11 +165,11 @@ class LeftoverSearch:
         self.note_removed(leftover)
         return True
 
-    async def _remove_spool_files(self, files: Sequence[Leftover]) -> int:
+    async def _remove_output_files(self, files: Sequence[Leftover]) -> int:
         due = [each for each in files if session_of(each.name) not in self._directory]
         try:
             refused = await trio.to_thread.run_sync(
-                remove_spool_files, self._spool_dir, frozenset(each.name for each in due)
+                remove_output_files, self._spool_dir, frozenset(each.name for each in due)
             )
         except OSError as error:
             refused = dict.fromkeys((each.name for each in due), str(error))

@@ -228,7 +228,7 @@ class SessionPool:
 
     @property
     def info(self) -> PoolInfo:
-        """The pool as it is now."""
+        """State and size of the pool, as answers and metrics tell them."""
         refill, ready = self._refill, len(self._members)
         if self._services.is_draining():
             state = "draining"
@@ -511,7 +511,7 @@ class SessionPool:
 
 
 class SessionPools:
-    """All session pools of the node."""
+    """The pools of sessions that the configuration names, one for each image."""
 
     def __init__(self, services: PoolServices) -> None:
         pools = services.config.pool.in_force

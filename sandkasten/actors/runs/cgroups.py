@@ -127,6 +127,6 @@ class RunCgroups:
         except BuildFailed:  # a process in it lives on
             return False
         except SandkastenError as error:
-            log.warning("group_not_removed", extra={"session_id": self._session_id, "error": str(error)})
+            log.warning("run_cgroup_not_removed", extra={"session_id": self._session_id, "error": str(error)})
             return False
         return True

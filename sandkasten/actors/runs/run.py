@@ -227,7 +227,7 @@ class RunClock:
             self._start_by += math.inf if timeout_ms is None else timeout_ms / 1000 + PATIENCE_S
 
     def begin(self, timeout_ms: int | None) -> None:
-        """The run begins now."""
+        """Note that the run begins at this moment; it has to end `timeout_ms` and `PATIENCE_S` later."""
         self.began_at = trio.current_time()
         self.started_at = datetime.now(UTC)
         if timeout_ms is not None:
@@ -250,7 +250,7 @@ class RunClock:
         self._end_by = min(self._end_by, trio.current_time() + PATIENCE_S)
 
     def end(self) -> None:
-        """The run has ended now."""
+        """Note that the run has ended at this moment."""
         self.ended_at = datetime.now(UTC)
 
     def note_output(self, arrived_at: float) -> None:
@@ -313,7 +313,7 @@ class RunInput:
         self.connected.set()
 
     def close(self) -> None:
-        """The run has ended."""
+        """Take no more input, since the run has ended."""
         self._is_closed = True
         self._wake = None
         self.connected.set()
@@ -539,7 +539,7 @@ class Run:
         shell.enqueue(self)
 
     def enter_cgroup(self, name: str) -> None:
-        """Be born in that run cgroup."""
+        """Record the run cgroup that the run's program is born in."""
         self.cgroup = name
 
     def begin(self, pid: int) -> None:

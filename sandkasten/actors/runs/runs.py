@@ -467,7 +467,7 @@ def _beginning(run: Run) -> tuple[EventType, dict[str, Any]]:  # JSON values
 
 
 def _ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON values
-    """Return the event of a run that has ended."""
+    """Return type and data of the event that tells of a run's end."""
     facts: dict[str, Any] = {
         "exec_id": run.exec_id,
         "exit_code": end.exit_code,

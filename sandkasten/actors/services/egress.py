@@ -9,8 +9,8 @@ The process outlives this daemon while sessions do, and serves them by what it w
 at its socket, takes copies of the descriptors, and says of each session what holds from then on. A way that no session
 claims is closed.
 
-Each session has one wish, its policy or none, and one task brings the process from wish to wish in order. Askers wait
-until their wish is in force. What the process tells is kept in `journal/egress.py`, and told to clients as events.
+Each session has one policy or none, as asked for last, and one task puts the policies in force in order. Askers wait
+until their policy is in force. What the process tells is kept in `journal/egress.py`, and told to clients as events.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP
 """Errors of the steps in `_STEERING` on a kernel that has no such programs, or lets nobody load them (bpf(2))."""
 
 _START_S = 30.0
-"""Deadline for a process to answer first, and for a wish to be in force with one that is started for it: an interpreter
-and its libraries take a third of a second on a quick machine."""
+"""Deadline for the first answer of a process, and for a policy when a process is started for it: an interpreter and its
+libraries take a third of a second on a quick machine."""
 
 _IN_FORCE_S = 10.0
 """Deadline for the answer to one request of a process that has answered."""
@@ -81,7 +81,7 @@ _NO_BRIDGE = _NOT_HERE | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRINUS
 """Errors of nsinit that say what the machine, or root's configuration, lacks for the mode `bridge`."""
 
 _NEVER = (InvalidRequest, InvalidRule, SecretNotFound, SecretsOff)
-"""Errors of a wish that will not pass."""
+"""Errors of a policy that no later attempt would put in force."""
 
 _COUNT_S = 2.0
 """The longest wait for the counters of a way out; statistics are wanted without them, too."""
@@ -128,7 +128,7 @@ Message = OpenWay | CloseWay | CountWay
 
 @attrs.define(eq=False)
 class _Way:
-    """A way out. `policy`: the wish. `is_attached`: the present process has the descriptors."""
+    """A way out. `policy`: as asked for last. `is_attached`: the present process has the descriptors."""
 
     session_id: str
     policy: protocol.PolicyText
@@ -140,12 +140,12 @@ class _Way:
     unclaimed_since: float | None = None
     """The time when it was taken from a process of an earlier daemon, until a session has it."""
     settled: trio.Event = attrs.field(factory=trio.Event)
-    """Set when the wish is in force, or was refused."""
+    """Set when `policy` is in force, or was refused."""
     refusal: SandkastenError | None = None
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the present process does as wished."""
+        """Whether the present process has the policy."""
         return self.is_attached and self.settled.is_set()
 
     def take(self, sockets: NetworkSockets) -> None:
@@ -157,11 +157,11 @@ class _Way:
         self.is_attached = attached
 
     def settle(self, refusal: SandkastenError | None = None) -> None:
-        """Tell those who wait that the wish is in force, or refused."""
+        """Tell those who wait that the policy is in force, or refused."""
         self.refusal = refusal
         self.settled.set()
 
-    def wish(
+    def change(
         self, policy: protocol.PolicyText, limits: protocol.WayOutLimits, secrets: tuple[protocol.SecretUse, ...]
     ) -> None:
         self.policy, self.limits, self.secrets = policy, limits, secrets
@@ -262,7 +262,7 @@ class EgressClient(Actor):
         else:
             await process.end("egress", STOP_S)
 
-    # Wishes -----------------------------------------------------------------------------------------------------
+    # Policies -----------------------------------------------------------------------------------------------------
 
     async def _open_bridge(self, message: OpenWay) -> None:
         """Give a session a link of its own, which the kernel and nsinit see to, in place of a way out."""
@@ -327,7 +327,7 @@ class EgressClient(Actor):
             raise EgressUnavailable("this daemon has no way to start an egress process")
         await self._wait_taken()
         try:
-            policy, limits = self._wish_of(message.network)
+            policy, limits = self._policy_of(message.network)
             secrets = await self._secrets_of(message)
         except _NEVER:
             way = self._ways.get(message.session_id)
@@ -341,7 +341,7 @@ class EgressClient(Actor):
             way = self._ways[message.session_id] = _Way(message.session_id, policy, limits, secrets)
             await self._make(way)
         else:
-            way.wish(policy, limits, secrets)
+            way.change(policy, limits, secrets)
         self._logs.open(message.session_id, message.network.log)
         self._work.set()
         with trio.move_on_after(_START_S) as patience:
@@ -357,7 +357,7 @@ class EgressClient(Actor):
         if before is None:
             await self._close(message.session_id, True)
         else:
-            way.wish(*before)
+            way.change(*before)
             self._work.set()
         raise refusal
 
@@ -400,7 +400,7 @@ class EgressClient(Actor):
         way.take(sockets)
         self._bridges.pop(way.session_id, None)  # nsinit has removed it
 
-    def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
+    def _policy_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
         """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
         rules = rules_in_force(network, self._settings)
         asked = attrs.asdict(network.limits, filter=lambda _attribute, value: value is not None)
@@ -554,7 +554,7 @@ class EgressClient(Actor):
         running.cancel()
 
     async def _settle(self, link: EgressLink) -> None:
-        """Bring the process from wish to wish. Ends with a wish that is not answered in time."""
+        """Put policies in force. Raises `EgressUnavailable` or `trio.TooSlowError`: the process is gone or too slow."""
         while True:
             self._work = trio.Event()
             for session_id, is_detached in list(self._detached.items()):
@@ -587,7 +587,7 @@ class EgressClient(Actor):
             refusal = error
         if settled is way.settled:
             way.settle(refusal)
-        else:  # there is another wish by now
+        else:  # the policy was changed meanwhile
             settled.set()
 
     async def _request(self, link: EgressLink, request: protocol.EgressRequest, fds: Sequence[int] = ()) -> None:

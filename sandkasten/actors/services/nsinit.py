@@ -40,7 +40,7 @@ _REQUEST_S = 30.0
 _UNPACK_S = 2 * 3600.0
 """Longer than an archive may take, in processor time, and its way to the disk."""
 
-_VICTIM_AGE_S = 10.0
+_RECENT_KILL_S = 10.0
 """Age beyond which a kill for memory is not the one that is asked about."""
 
 _STOP_S = 10.0
@@ -291,9 +291,9 @@ async def list_workspaces(nsinit: Ref) -> Sequence[str]:
             return names
 
 
-def recent_name(victim: protocol.OomKills) -> str | None:
+def recent_name(kills: protocol.OomKills) -> str | None:
     """Return the name of a process that the kernel killed for memory just now; None when that can't be known."""
-    return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
+    return kills.name if kills.name and kills.age_s < _RECENT_KILL_S else None
 
 
 # The actor ----------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class NsinitClient(Actor):
         data_dir: Path,
         node_id: str,
         *,
-        disk: protocol.DiskWish = "auto",
+        disk: protocol.DiskSpec = "auto",
         io: protocol.IoLimits = _NO_IO_LIMITS,
         terminals: int = protocol.MAX_TERMINALS,
         profiles: Sequence[protocol.SeccompProfile] = (),

@@ -51,8 +51,8 @@ class Claim(Ask[Session]):
 
 @attrs.frozen
 class WarmUp(Ask[None]):
-    """Have a process run in the idle member of a pool; answered when it is ready, be it one that an earlier daemon
-    began. Raises `SandboxError` if it does not become so: the member is of no use."""
+    """Have a process run in the idle member of a pool, or find the one that an earlier daemon began; answered when the
+    process is ready. Raises `SandboxError`: the process does not become ready, so the member is of no use."""
 
     process: WarmProcess
 
@@ -95,8 +95,8 @@ class PauseSession(Ask[Session]):
 
 @attrs.frozen
 class HoldStill(Ask[Session]):
-    """Freeze the session for so many seconds, in which nothing lets it go on, not even a resume. 0 ends a hold: a
-    session that was paused before, or was to be paused meanwhile, stays paused."""
+    """Freeze the session for `span_s` seconds, in which no request thaws it, not even a resume. 0 ends the hold. A
+    session that was paused before the hold, or is paused during the hold, stays paused."""
 
     span_s: float
 
@@ -142,7 +142,8 @@ class OpenRun(Ask[None]):
 
 @attrs.frozen
 class RunToEnd(Ask[ExecEnd]):
-    """As `OpenRun`, answered with the run's end, or `Joined`. To be posted with the `ended` of the claim's run."""
+    """Begin the claimed run as `OpenRun` does; answered with the run's end, or with `Joined` if another run has the id.
+    Posted with the event `ended` of the claim's run."""
 
     claim: RunClaim
 
@@ -207,14 +208,18 @@ class WatchPorts(Ask[Ports]):
 
 
 class Activity:
-    """A use of the session that its asker ends by itself, in any case: also when the asker left before it began."""
+    """A use of the session, which the asker ends: a file transfer, or a follower.
+
+    The asker creates the activity, sends it in a message and calls `end` in any case. The message may still wait in the
+    mailbox by then; `begin` undoes the use at once in that case.
+    """
 
     def __init__(self) -> None:
         self._is_over = False
         self._on_end: Callable[[], None] | None = None
 
     def begin(self, on_end: Callable[[], None]) -> None:
-        """Have `on_end` called once at the end, which may be now."""
+        """Register `on_end`, to be called once when the activity ends, or at once if it has ended already."""
         if self._is_over:
             on_end()
         else:
@@ -229,7 +234,8 @@ class Activity:
 
 @attrs.frozen
 class Borrow(Ask[RunnerLink]):
-    """Lend the link to PID 1 for a file transfer. What is `lasting` holds up no pause."""
+    """Return the link to PID 1 for a file transfer, which is counted until `activity` ends. A pause waits for
+    transfers; a `lasting` one, such as a watch of files, is counted as a follower, and no pause waits for it."""
 
     activity: Activity
     lasting: bool = False
@@ -237,7 +243,7 @@ class Borrow(Ask[RunnerLink]):
 
 @attrs.frozen
 class Attend(Ask[None]):
-    """Begin to follow the session."""
+    """Count a follower of the session until `activity` ends. The session does not become idle meanwhile."""
 
     activity: Activity
 

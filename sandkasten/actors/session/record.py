@@ -34,7 +34,7 @@ _PERSISTS_PER_TTL = 4
 
 
 class LiveRecord:
-    """The record of one live session."""
+    """The record of a live session in memory. Commands renew the lease here; the store gets it at intervals."""
 
     def __init__(self, record: SessionRecord, lease: Lease, *, store: Ref, directory: SessionDirectory) -> None:
         self._record = record

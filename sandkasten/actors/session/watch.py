@@ -23,8 +23,7 @@ from nsinit.wire.protocol import FindOomKills, OomKills
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
-from sandkasten.links.fds import wait_ended
-from sandkasten.links.oom_event import OomEvent
+from sandkasten.links.fds import OomEvent, wait_ended
 from sandkasten.model import Session, Status
 from sandkasten.model.errors import (
     ActorGone,
@@ -41,8 +40,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_VICTIM_S = 2.0
-"""Deadline for nsinit to find the name of a victim."""
+_FIND_KILLS_S = 2.0
+"""Deadline for nsinit to find the name of a killed process."""
 
 _SAME_DEATH_S = 2.0
 """A PID 1 that dies this soon after the kernel killed for memory in its sandbox may have died of that kill."""
@@ -91,9 +90,9 @@ class SandboxWatch:
 
     async def ran_out_of_memory(self, oom_kills: int) -> bool:
         """Whether the kernel killed PID 1 for memory. `oom_kills` is the number of kills in the sandbox, counted after
-        PID 1's death. PID 1 survived a kill long before, which explains nothing. The kernel's log names the victims of
-        the others. Where the log does not name every victim (before Linux 5.5, when there are many), the last kill is
-        taken to have hit PID 1."""
+        PID 1's death. A kill long before the death does not count, since PID 1 survived it. The kernel's log names the
+        processes that the other kills hit. Where the log does not name each of them (before Linux 5.5, when there are
+        many), the last kill is taken to have hit PID 1."""
         is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
         is_new = oom_kills > max(self._kills, 0)
         if not self.has_died.is_set() or not (is_new or (oom_kills > 0 and is_recent)):
@@ -104,7 +103,7 @@ class SandboxWatch:
         return self._sandbox.identity.pid in told.pids or told.kills < oom_kills
 
     async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
-        """Call `on_kill` after each kill for memory, with the kills so far and the name of the last victim."""
+        """Call `on_kill` after each kill for memory, with the kills so far and the name of the last process."""
         while self._oom is not None:
             await self._oom.wait()  # the removal of a v1 cgroup is signalled as well
             kills = await self._await_kill(self._kills)
@@ -116,12 +115,12 @@ class SandboxWatch:
 
     async def find_victim(self) -> str | None:
         """Return the name of the process that the kernel killed last for memory, if it is known."""
-        victim = await self._find_kills()
-        return None if victim is None else recent_name(victim)
+        kills = await self._find_kills()
+        return None if kills is None else recent_name(kills)
 
     async def _find_kills(self) -> OomKills | None:
         try:
-            with trio.move_on_after(_VICTIM_S):
+            with trio.move_on_after(_FIND_KILLS_S):
                 return await self._nsinit.ask(call(FindOomKills, self._session_id))
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})

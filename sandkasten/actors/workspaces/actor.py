@@ -177,7 +177,7 @@ Message = ListAll | Get | Make | Change | Admit | Released | Holders | BorrowFil
 
 
 class Workspaces(Actor):
-    """The owner of all workspaces."""
+    """The actor that admits sessions and requests to workspaces, one decision at a time."""
 
     def __init__(
         self,

@@ -155,8 +155,8 @@ class Register:
             await self.forget(workspace_id)
 
     async def _find(self, workspace_id: str, names: frozenset[str] | None, within: Within) -> WorkspaceRecord | None:
-        """Return the record, None if there is neither record nor directory. Raises `WorkspaceNotFound` if the
-        workspace is hidden from the asker."""
+        """Return the record; None if there is neither a record nor a directory. A directory without a record gets one.
+        Raises `WorkspaceNotFound`: the workspace is hidden from the asker."""
         record = await self._store.ask_again(do(get_workspace, workspace_id))
         if record is None:
             if workspace_id not in (await self.names() if names is None else names):

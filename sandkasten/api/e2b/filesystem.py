@@ -61,7 +61,7 @@ _LIST_S = 60.0
 
 @attrs.frozen
 class PathMessage:
-    """A path."""
+    """A request about one path, without further fields."""
 
     path: str
 

@@ -85,7 +85,7 @@ add_kinds(
 
 @attrs.frozen
 class WindowSize:
-    """A size of a terminal."""
+    """A terminal's size, in characters."""
 
     cols: Cells
     rows: Cells
@@ -93,19 +93,19 @@ class WindowSize:
 
 @attrs.frozen
 class Pty:
-    """A terminal."""
+    """The terminal of a process to start, or its new size."""
 
     size: WindowSize
 
     @property
     def terminal(self) -> TerminalSize:
-        """The model's size."""
+        """The size as the model has it."""
         return TerminalSize(self.size.cols, self.size.rows)
 
 
 @attrs.frozen
 class ProcessConfig:
-    """A program to run."""
+    """A program with its arguments, variables and working directory."""
 
     cmd: str
     args: Arguments = Arguments(())
@@ -133,14 +133,14 @@ class Selector:
 
 @attrs.frozen
 class ProcessMessage:
-    """A request to one process."""
+    """A request about one process, without further fields."""
 
     process: Selector
 
 
 @attrs.frozen
 class InputBytes:
-    """Input of a process, or of its terminal."""
+    """Bytes for a process's standard input (`stdin`) or for its terminal (`pty`)."""
 
     stdin: Data | None = attrs.field(default=None, repr=False)
     pty: Data | None = attrs.field(default=None, repr=False)
@@ -153,7 +153,7 @@ class InputBytes:
 
 @attrs.frozen
 class InputMessage:
-    """Input to send."""
+    """Bytes for the input of one process."""
 
     process: Selector
     input: InputBytes
@@ -161,7 +161,7 @@ class InputMessage:
 
 @attrs.frozen
 class SignalMessage:
-    """A signal to send."""
+    """A signal for one process."""
 
     process: Selector
     signal: SignalName
@@ -169,7 +169,7 @@ class SignalMessage:
 
 @attrs.frozen
 class UpdateMessage:
-    """A terminal to resize."""
+    """A new size for the terminal of one process."""
 
     process: Selector
     pty: Pty | None = None

@@ -74,7 +74,8 @@ Action = Literal["read", "write"]
 
 
 def access_token(key: bytes, session_id: str) -> str:
-    """Return the token of a session."""
+    """Return the token that opens a sandbox's `envd` API: a digest of the key and the session's id, so that no table is
+    kept."""
     return hmac.digest(key, f"envd:{session_id}".encode(), hashlib.sha256).hex()
 
 

@@ -120,7 +120,7 @@ class ErrorBody(Body):
 
 
 def json_answer(value: object, *, status: int = 200, headers: Headers = ()) -> Answer:
-    """Return `value` as a JSON answer."""
+    """Return an answer with `value`, an instance of a body class or a JSON value, as its content."""
     return Answer(status, encode_json(value), headers)
 
 

@@ -25,7 +25,7 @@ _CONCURRENT = 2
 
 
 class FrontMetrics:
-    """Counts of one front."""
+    """Durations and counts of the requests and WebSockets that one HTTP front serves."""
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()

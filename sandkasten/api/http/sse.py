@@ -65,7 +65,7 @@ class ErrorEvent(ErrorBody):
 
 
 def error_event(error: SandkastenError) -> bytes:
-    """Return the event of an error."""
+    """Return an error as the event that ends a stream."""
     body = error_body(error)
     return event("error", to_plain(ErrorEvent(**attrs.asdict(body, recurse=False), error=body.message)))
 

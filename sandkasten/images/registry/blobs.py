@@ -220,8 +220,12 @@ class _Download:
     digest: hashlib._Hash = attrs.field(factory=hashlib.sha256)
 
     async def run(self, client: RegistryClient, repository: str) -> None:
-        """Load until the blob is whole and has its digest. What an earlier download left, or a mirror sent, may be at
-        fault: after that, all of it comes from the registry."""
+        """Load until the blob is whole and has its digest. If the digest is another, and some of the bytes are from an
+        earlier download or from a mirror, load the blob once more, from the registry alone.
+
+        Raises:
+            DigestMismatch: the registry sends another blob.
+        """
         is_pure = await trio.to_thread.run_sync(self._read_again, limiter=self.limiter) == 0 and not client.has_mirrors
         self.on_bytes(self.done)
         await self._load(client, repository, by_mirrors=True)

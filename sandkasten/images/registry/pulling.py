@@ -131,7 +131,7 @@ class PullTerms:
 
 @attrs.define
 class Pull:
-    """One pull."""
+    """One pull of an image, from its source into the store."""
 
     source: PullSource
     terms: PullTerms

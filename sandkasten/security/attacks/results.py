@@ -1,7 +1,8 @@
 """Attacks on results: a process of the session, not the shell, says how a shell's command has ended, where, with what
 output and variables, or reads what other shells run.
 
-The victim judges: the result that the daemon reports for its command. `docs/adr/0012-results.md` has the reasons.
+The judgement is the result that the daemon reports for a command of the attacked shell. `docs/adr/0012-results.md` has
+the reasons.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from sandkasten.security.probes.attempt import Answers, attempt, collect
 
 _TRUE = "its own"
 _TOLD = "an end that says so"
-_VICTIM = "victim"
-_COMMAND = "export SECRET_OF_VICTIM=kept; sleep 0.4; echo honest; cd /tmp; (exit 7)"
+_ATTACKED = "attacked"
+_COMMAND = "export SECRET_OF_SHELL=kept; sleep 0.4; echo honest; cd /tmp; (exit 7)"
 
 _JOB = """
 import glob, os, sys, time
@@ -56,7 +57,7 @@ while time.monotonic() < end:
         use(own + "out", os.O_WRONLY, lambda fd: os.write(fd, b"forged\\n"))
         use(own + "state", os.O_WRONLY | os.O_TRUNC, lambda fd: os.write(fd, b"export FORGED=1\\n"))
     time.sleep(0.005)
-print("SECRET_OF" + "_VICTIM" if b"SECRET_OF" + b"_VICTIM" in seen else "nothing")
+print("SECRET_OF" + "_SHELL" if b"SECRET_OF" + b"_SHELL" in seen else "nothing")
 """
 
 _FORK = r"""
@@ -103,7 +104,7 @@ while time.monotonic() < end:
     time.sleep(0.01)
 """
 )
-"""Changes the text of the victim's command wherever it is in the memory of another process."""
+"""Changes the text of the attacked shell's command wherever it is in the memory of another process."""
 
 _DESCRIPTORS = (
     _OPEN_ALL
@@ -163,13 +164,13 @@ _SPOILT["busybox"] = _SPOILT["sh"]
 """Commands of a shell's own user, by shell, that take away from the shell what it reports with."""
 
 
-async def _victim_says(field: Field, session_id: str) -> dict[str, str]:
-    """Return what is told of a command of the victim, and of the variables of its shell after a kill."""
+async def _attacked_shell_says(field: Field, session_id: str) -> dict[str, str]:
+    """Return what is told of a command of the attacked shell, and of the variables of its shell after a kill."""
     patience_ms = round(20_000 * field.patience)
-    result = await field.supervisor.exec(session_id, ExecSpec(_COMMAND, shell=_VICTIM, timeout_ms=patience_ms))
-    await field.supervisor.exec(session_id, ExecSpec("kill -9 $$", shell=_VICTIM, timeout_ms=patience_ms))
+    result = await field.supervisor.exec(session_id, ExecSpec(_COMMAND, shell=_ATTACKED, timeout_ms=patience_ms))
+    await field.supervisor.exec(session_id, ExecSpec("kill -9 $$", shell=_ATTACKED, timeout_ms=patience_ms))
     after = await field.supervisor.exec(
-        session_id, ExecSpec("echo ${FORGED-unset}", shell=_VICTIM, timeout_ms=patience_ms)
+        session_id, ExecSpec("echo ${FORGED-unset}", shell=_ATTACKED, timeout_ms=patience_ms)
     )
     found = {
         "status": (result.end.exit_code, 7),
@@ -180,14 +181,14 @@ async def _victim_says(field: Field, session_id: str) -> dict[str, str]:
     return {name: _TRUE if said == honest else repr(said)[:60] for name, (said, honest) in found.items()}
 
 
-async def _beside_a_job(field: Field, victim_user: str | None) -> Answers:
+async def _beside_a_job(field: Field, attacked_user: str | None) -> Answers:
     async with field.session() as session_id:
-        await field.supervisor.open_shell(session_id, ShellSpec(_VICTIM, user=victim_user))
+        await field.supervisor.open_shell(session_id, ShellSpec(_ATTACKED, user=attacked_user))
         answers: dict[str, str] = {}
 
         async def judge() -> None:
             await trio.sleep(0.5)
-            answers.update(await _victim_says(field, session_id))
+            answers.update(await _attacked_shell_says(field, session_id))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(judge)
@@ -225,23 +226,23 @@ async def forge_beside_root(field: Field) -> Answers:
 async def steal_an_order(field: Field) -> Answers:
     """Stop the shell, read its next order in a fork of the shell, and report an end."""
     async with field.session() as session_id:
-        await field.supervisor.open_shell(session_id, ShellSpec(_VICTIM))
-        await field.supervisor.exec(session_id, ExecSpec(_FORK, shell=_VICTIM))
+        await field.supervisor.open_shell(session_id, ShellSpec(_ATTACKED))
+        await field.supervisor.exec(session_id, ExecSpec(_FORK, shell=_ATTACKED))
         await trio.sleep(0.5)
-        return await _victim_says(field, session_id)
+        return await _attacked_shell_says(field, session_id)
 
 
 async def _beside(field: Field, job: str, command: str, *arguments: str) -> ExecResult:
     """Return the result of a command in a shell of the attacker's own user, while the job runs."""
     patience_ms = round(20_000 * field.patience)
     async with field.session() as session_id:
-        await field.supervisor.open_shell(session_id, ShellSpec(_VICTIM, user=field.exec_user))
+        await field.supervisor.open_shell(session_id, ShellSpec(_ATTACKED, user=field.exec_user))
         argv = ("python3", "-c", job, *arguments)
         async with trio.open_nursery() as nursery:
             program = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=patience_ms)
             nursery.start_soon(field.supervisor.exec, session_id, program)
             await trio.sleep(0.4)
-            result = await field.supervisor.exec(session_id, ExecSpec(command, shell=_VICTIM, timeout_ms=patience_ms))
+            result = await field.supervisor.exec(session_id, ExecSpec(command, shell=_ATTACKED, timeout_ms=patience_ms))
             nursery.cancel_scope.cancel()
     return result
 

@@ -156,13 +156,13 @@ Asks = Callable[[Field, str], Awaitable[str]]
 
 async def _say(field: Field, asks: Asks, said: bytes, again: bytes = b"", fds: Sequence[int] = ()) -> Answers:
     sleep = ExecSpec("sleep 60")  # takes the connection that is open
-    async with field.session() as victim:
+    async with field.session() as session_id:
         async with (
-            field.supervisor.open_exec(victim, sleep),
-            impostor(_place(field, victim), said, again=again, fds=fds),
+            field.supervisor.open_exec(session_id, sleep),
+            impostor(_place(field, session_id), said, again=again, fds=fds),
         ):
-            caller = await _ask(field, asks, victim)
-            session = await _wait_crashed(field, victim)
+            caller = await _ask(field, asks, session_id)
+            session = await _wait_crashed(field, session_id)
         return {"caller": caller, "session": session, "witness": await field.ask_witness()}
 
 
@@ -170,23 +170,23 @@ def _place(field: Field, session_id: str) -> Path:
     return DataPaths(field.config.data_dir).run_dir(session_id) / RUNNER_SOCKET
 
 
-async def _ask(field: Field, asks: Asks, victim: str) -> str:
+async def _ask(field: Field, asks: Asks, session_id: str) -> str:
     try:
-        return f"believed it: {await asks(field, victim)}"
+        return f"believed it: {await asks(field, session_id)}"
     except (RunnerProtocolError, RunnerLost) as error:
         return type(error).__name__
     except SandkastenError as error:
         return f"{type(error).__name__}: {error}"
 
 
-async def _run(field: Field, victim: str) -> str:
-    return f"status {(await field.supervisor.exec(victim, ExecSpec('true'))).end.exit_code}"
+async def _run(field: Field, session_id: str) -> str:
+    return f"status {(await field.supervisor.exec(session_id, ExecSpec('true'))).end.exit_code}"
 
 
-async def _read(field: Field, victim: str) -> str:
+async def _read(field: Field, session_id: str) -> str:
     """Read a file, and give up where the daemon should have: the attempt must not exhaust its own process."""
     size = pieces = 0
-    async with field.supervisor.files(victim).open_read("f", max_bytes=_MAX_READ_BYTES) as reader:
+    async with field.supervisor.files(session_id).open_read("f", max_bytes=_MAX_READ_BYTES) as reader:
         async for piece in reader:
             size, pieces = size + len(piece), pieces + 1
             if size > 2 * _MAX_READ_BYTES or pieces > 10_000:
@@ -194,9 +194,9 @@ async def _read(field: Field, victim: str) -> str:
     return f"{size} bytes in {pieces} pieces"
 
 
-async def _wait_crashed(field: Field, victim: str) -> str:
+async def _wait_crashed(field: Field, session_id: str) -> str:
     with trio.move_on_after(_END_S * field.patience):
-        return str((await field.supervisor.wait_ended(victim)).status)
+        return str((await field.supervisor.wait_ended(session_id)).status)
     return "lives on"
 
 
@@ -236,18 +236,18 @@ async def flood_events(field: Field) -> Answers:
     """Flood the journal with port events. An open file occupies one connection, so that the ports are watched on
     another.
     """
-    async with field.session() as victim:
-        await put(field.supervisor, victim, "f", bytes(8 * _MAX_READ_BYTES))
+    async with field.session() as session_id:
+        await put(field.supervisor, session_id, "f", bytes(8 * _MAX_READ_BYTES))
         async with (
-            field.supervisor.files(victim).open_read("f", max_bytes=8 * _MAX_READ_BYTES),
-            impostor(_place(field, victim), _PORTS, again=_FLOOD, only=b'"Watch"'),
+            field.supervisor.files(session_id).open_read("f", max_bytes=8 * _MAX_READ_BYTES),
+            impostor(_place(field, session_id), _PORTS, again=_FLOOD, only=b'"Watch"'),
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(field.supervisor.exec, victim, ExecSpec("true"))
+            nursery.start_soon(field.supervisor.exec, session_id, ExecSpec("true"))
             await trio.sleep(_FLOOD_S)
             witness = await field.ask_witness()
             nursery.cancel_scope.cancel()
-        told = await _count_ports(field, victim)
+        told = await _count_ports(field, session_id)
     return {"witness": witness, "events": "bounded" if 0 < told <= _MOST_PORT_EVENTS else f"{told} events"}
 
 

@@ -64,7 +64,7 @@ for each in os.listdir("/proc"):
 
 
 class _Logged(logging.Handler):
-    """All that is logged meanwhile."""
+    """A log handler that keeps the text of every record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _processes_of(session_id: str) -> list[Path]:
 
 
 def _memory_of(place: Path) -> Iterator[bytes]:
-    """Yield the mappings of a process, its environment and its arguments among them."""
+    """Yield the readable memory of a process, mapping by mapping. Environment and arguments are part of it."""
     with open(place / "mem", "rb", buffering=0) as memory:
         for line in (place / "maps").read_text().splitlines():
             span, rights, *_ = line.split()

@@ -90,7 +90,7 @@ class _Visited:
         return "\r\n".join([*head, "Connection: close", "", ""]).encode()
 
     async def talk(self, data: bytes) -> bytes:
-        """Send bytes to the gateway, and return what comes until the end, however that is."""
+        """Send bytes to the gateway, and return the answer up to the end of the connection, an error, or 10 s."""
         said = b""
         with trio.move_on_after(10 * self.field.patience):
             try:

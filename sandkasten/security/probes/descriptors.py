@@ -102,7 +102,8 @@ def overwrite_program(target: OutsideFacts) -> Answers:
     ("EPERM", "EINVAL"),
 )
 def claim_credentials(target: OutsideFacts) -> Answers:
-    """Root inside may send any id of the session's own; the runner has no socket that it could be sent to."""
+    """Claim other credentials over a socket (unix(7), SCM_CREDENTIALS). Root of a sandbox may claim any id of the
+    session; no socket of the runner can be reached with them."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def send(pid: int, uid: int) -> None:
