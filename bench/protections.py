@@ -18,8 +18,8 @@ import attrs
 from bench.sampling import Table
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, ServerSettings
+from sandkasten.errors import SandkastenError
 from sandkasten.model import SECCOMP_PROFILES, ExecSpec, SessionSpec
-from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import Supervisor
 
 CREATE, EXEC = "create, library: ", "exec /bin/true, library: "

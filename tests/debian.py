@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sandkasten.config import ConfigError
+from sandkasten.errors import InvalidImage
 from sandkasten.images.bootstrap import PackageSource, find_source, system_archive
 from sandkasten.images.recipes import Recipe, load_recipe
-from sandkasten.model.errors import InvalidImage
 from tests.waiting import patience
 
 _BUILD_S = 600

@@ -20,9 +20,9 @@ import attrs
 import trio
 
 from sandkasten.config import ImagesSettings
+from sandkasten.errors import DigestMismatch
 from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import NewImage
-from sandkasten.model.errors import DigestMismatch
 
 _TLS_HANDSHAKE = 22
 """First byte of a client that begins TLS (RFC 8446 §5.1)."""

@@ -20,7 +20,7 @@ import attrs
 import trio
 
 from sandkasten import logcontext
-from sandkasten.model.errors import ActorGone, Overloaded, SandkastenError
+from sandkasten.errors import ActorGone, Overloaded, SandkastenError
 
 log = logging.getLogger(__name__)
 

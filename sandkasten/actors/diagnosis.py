@@ -23,8 +23,8 @@ from sandkasten.actors.services.directory import Entry, Inspection, Shared
 from sandkasten.actors.services.nsinit import Describe, call
 from sandkasten.actors.services.store import do
 from sandkasten.counters.cgroup import read_raw
+from sandkasten.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.model import Event, Session, Status
-from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.node import Diagnosis, MissingPart, Part
 from sandkasten.store.events import last_events

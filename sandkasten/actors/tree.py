@@ -86,6 +86,14 @@ from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
+from sandkasten.errors import (
+    Capacity,
+    LauncherGone,
+    PreviewNotFound,
+    SandkastenError,
+    SessionExpired,
+    SessionNotFound,
+)
 from sandkasten.host.paths import DataPaths, credentials_file
 from sandkasten.host.resolvers import machine_resolvers
 from sandkasten.images.catalog import Catalog
@@ -104,14 +112,6 @@ from sandkasten.model import (
     Status,
     UsageSample,
     WarmProcess,
-)
-from sandkasten.model.errors import (
-    Capacity,
-    LauncherGone,
-    PreviewNotFound,
-    SandkastenError,
-    SessionExpired,
-    SessionNotFound,
 )
 from sandkasten.model.image import CommitSpec, Compression, ImageDescription, Pruned
 from sandkasten.model.job import ImageJob, ImportSpec, PullSpec

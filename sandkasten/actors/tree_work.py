@@ -37,6 +37,7 @@ from sandkasten.actors.session.messages import (
 )
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.config import Config
+from sandkasten.errors import InvalidRequest, TooLarge
 from sandkasten.journal.ring import Journal
 from sandkasten.model import (
     EXEC_ID,
@@ -57,7 +58,6 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.errors import InvalidRequest, TooLarge
 from sandkasten.model.run import MAX_TIMEOUT_MS
 
 _MAX_READ_BYTES = 4 * 1024 * 1024

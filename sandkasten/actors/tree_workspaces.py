@@ -22,9 +22,7 @@ from sandkasten.actors.workspaces.holds import Hold, Holds, Use
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE
 from sandkasten.admission import budget
 from sandkasten.config import MIB, Config
-from sandkasten.links.runner import RunnerLink
-from sandkasten.model import WORKSPACE_ID, Session
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Capacity,
     InvalidRequest,
     RunnerLost,
@@ -33,6 +31,8 @@ from sandkasten.model.errors import (
     WorkspaceBusy,
     WorkspaceNotFound,
 )
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model import WORKSPACE_ID, Session
 from sandkasten.model.workspace import (
     EVERYWHERE,
     MAX_UNPACKED,

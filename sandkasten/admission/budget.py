@@ -28,8 +28,8 @@ from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, AdmissionSettings, Config, DiskSettings
 from sandkasten.counters import node
+from sandkasten.errors import Capacity, DiskReserve, InvalidRequest
 from sandkasten.model import Limits
-from sandkasten.model.errors import Capacity, DiskReserve, InvalidRequest
 from sandkasten.model.node import Amounts
 
 FIRST_MB = 16

@@ -33,7 +33,7 @@ import attrs
 import orjson
 import trio
 
-from sandkasten.model.errors import Unauthorized
+from sandkasten.errors import Unauthorized
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, id_of, is_token_of
 from sandkasten.model.network import NetworkMode
 

@@ -16,7 +16,7 @@ from egress import policy
 from egress.addresses import SPECIAL_V4
 from nsinit.wire.protocol import MAX_BRIDGE_PORTS, MAX_BRIDGE_RULES, BridgeRule, BridgeTerms
 from sandkasten.config import GROUP_MARK, Config, EgressSettings
-from sandkasten.model.errors import InvalidRequest, InvalidRule
+from sandkasten.errors import InvalidRequest, InvalidRule
 from sandkasten.model.network import NETWORK_LIMIT_BOUNDS, Network, NetworkLimits, NetworkMode
 
 

@@ -19,6 +19,7 @@ from nsinit.wire.protocol import ImageKind, SandboxPlan
 from sandkasten.admission.network import resolve_network
 from sandkasten.admission.secrets import NO_SECRETS, SecretTexts, check_secret_env
 from sandkasten.config import Config, Defaults, DiskSettings, Maximum
+from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import (
     ACCOUNT,
     ACCOUNT_RULE,
@@ -37,7 +38,6 @@ from sandkasten.model import (
     SessionSpec,
     StreamsMode,
 )
-from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.network import Network
 from sandkasten.model.workspace import WorkspaceMode

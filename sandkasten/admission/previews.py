@@ -12,7 +12,7 @@ import hmac
 from collections.abc import Sequence
 
 from sandkasten.config import PreviewSettings
-from sandkasten.model.errors import InvalidRequest, PreviewsOff
+from sandkasten.errors import InvalidRequest, PreviewsOff
 from sandkasten.model.network import EVERY_PORT, MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
 
 

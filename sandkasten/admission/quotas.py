@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable
 import attrs
 
 from sandkasten.admission.keys import KeyRing
+from sandkasten.errors import QuotaExceeded
 from sandkasten.model import Limits
-from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import ApiKey, KeyUsage, Quota
 
 _WHEN_FULL_S = 5

@@ -14,7 +14,7 @@ import attrs
 
 from egress.brokering import SecretFacts
 from egress.protocol import SecretUse
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from sandkasten.model.network import Network
 
 _PLACEHOLDER_CHARS = 40

@@ -18,7 +18,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.routing import PathConverter
 
-from sandkasten import logcontext
+from sandkasten import errors, logcontext
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.e2b.connect import spell_error
@@ -36,8 +36,8 @@ from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.api.resources.fields import refuse_unknown
 from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
 from sandkasten.api.websocket.handshake import ConnectionOver, WebSocketExchange
-from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
+from sandkasten.model import SESSION_ID, WORKSPACE_ID
 from sandkasten.model.keys import NOBODY
 from sandkasten.supervisor import Supervisor
 

@@ -29,6 +29,7 @@ import attrs
 from egress import brokering
 from egress.policy import MAX_RULES
 from runner.wire.protocol import MAX_EDITS
+from sandkasten import errors
 from sandkasten.api.examples import EXAMPLES
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
@@ -38,9 +39,9 @@ from sandkasten.api.resources import fields, file_contents, file_texts, network,
 from sandkasten.api.resources.events import EventBody
 from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of, is_strict
 from sandkasten.api.websocket.messages import MAX_PING_CHARS, PingText
+from sandkasten.errors import SandkastenError
 from sandkasten.journal.fields import COMMON_FIELDS, EVENT_FIELDS, FIELD_TYPES
-from sandkasten.model import LIMIT_BOUNDS, EventType, errors
-from sandkasten.model.errors import SandkastenError
+from sandkasten.model import LIMIT_BOUNDS, EventType
 from sandkasten.model.keys import Access
 from sandkasten.model.network import MAX_SESSION_SECRETS
 

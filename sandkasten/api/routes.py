@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import trio
 
+from sandkasten import errors
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.http.errors import Answer
 from sandkasten.api.http.exchange import Exchange
@@ -57,7 +58,7 @@ from sandkasten.api.websocket.exec import exec_ws
 from sandkasten.api.websocket.handshake import Auth, WebSocketExchange
 from sandkasten.api.websocket.messages import ErrorMessage
 from sandkasten.api.websocket.terminal import terminal_ws
-from sandkasten.model import SessionStats, UsageSample, errors
+from sandkasten.model import SessionStats, UsageSample
 from sandkasten.model.node import PoolInfo
 
 SESSIONS = "/v1/sessions"

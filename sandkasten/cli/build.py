@@ -47,7 +47,7 @@ def build(arguments: argparse.Namespace) -> int:
 
         return verb(build_by_file)(arguments)
     from sandkasten.config import ConfigError
-    from sandkasten.model.errors import SandkastenError
+    from sandkasten.errors import SandkastenError
 
     if arguments.recipe is None and arguments.source is None:
         raise Stop("what the image is made of is missing: --recipe NAME, --from DISTRIBUTION:RELEASE, or -f FILE", 2)

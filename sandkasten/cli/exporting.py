@@ -12,12 +12,12 @@ from typing import IO
 
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
+from sandkasten.errors import SandkastenError
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.exporting import export_image
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.model.errors import SandkastenError
 
 _FILE_MODE = 0o600  # as the image: a session may have left a secret in it
 

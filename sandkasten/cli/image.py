@@ -19,6 +19,7 @@ from sandkasten.cli.output import print_json
 from sandkasten.cli.pull import is_left_to_daemon, is_served
 from sandkasten.config import Config
 from sandkasten.crash import Crash
+from sandkasten.errors import ImageInUse, InvalidImage, SandkastenError
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.damage import find_damage
@@ -26,7 +27,6 @@ from sandkasten.images.describing import describe, held_by
 from sandkasten.images.importing import import_file, import_tar
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.model.errors import ImageInUse, InvalidImage, SandkastenError
 from sandkasten.model.image import Pruned
 
 _MOST_TOLD = 100

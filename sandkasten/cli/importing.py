@@ -62,9 +62,9 @@ def take_layers(config: Config, fd: int, title: str, arguments: argparse.Namespa
         Stop: it was interrupted, or root could not be given away.
         SandkastenError: the import failed.
     """
+    from sandkasten.errors import InvalidImage
     from sandkasten.images.layers import open_store
     from sandkasten.images.registry.documents import Platform
-    from sandkasten.model.errors import InvalidImage
 
     platform = Platform.own() if arguments.platform is None else Platform.parse(arguments.platform)
     if arguments.replace and arguments.name is None:

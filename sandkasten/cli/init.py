@@ -9,7 +9,7 @@ from pathlib import Path
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
 from sandkasten.cli.keys import with_key
 from sandkasten.config import Config
-from sandkasten.model.errors import SandkastenError
+from sandkasten.errors import SandkastenError
 
 _TEXT = """\
 # sandkasten's configuration; docs/configuration.md has every key. SANDKASTEN_<KEY> overrides each one.

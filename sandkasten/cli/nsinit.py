@@ -21,12 +21,12 @@ from sandkasten.cli.common import Stop, load, make_data_dir, require_root
 from sandkasten.cli.privilege import account_of, allowance_of, set_up
 from sandkasten.config import ConfigError
 from sandkasten.config.seccomp import load_filters
+from sandkasten.errors import SandkastenError
 from sandkasten.host import examine
 from sandkasten.host.account import Account
 from sandkasten.host.examine import write_machine
 from sandkasten.host.notify import open_notifier
 from sandkasten.host.paths import DataPaths
-from sandkasten.model.errors import SandkastenError
 
 _HIGH_FD = 64
 

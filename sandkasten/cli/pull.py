@@ -126,11 +126,11 @@ def _tell_done(arguments: argparse.Namespace, name: str, digest: str) -> int:
 
 
 def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
+    from sandkasten.errors import SandkastenError
     from sandkasten.images.catalog import Catalog
     from sandkasten.images.layers import open_store
     from sandkasten.images.registry.documents import Platform
     from sandkasten.images.registry.reference import parse_reference
-    from sandkasten.model.errors import SandkastenError
 
     require_root()
     shown = Shown(arguments.reference, as_json=arguments.json)
@@ -226,9 +226,9 @@ def serve_child(
         SandkastenError: the work failed.
     """
     from sandkasten.admission.budget import disk_floor_bytes
+    from sandkasten.errors import InvalidImage, SandkastenError, leaf_of
     from sandkasten.images.catalog import HOST
     from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES
-    from sandkasten.model.errors import InvalidImage, SandkastenError, leaf_of
 
     reserve_bytes = disk_floor_bytes(config.data_dir, config.disk)
     published = name or ""
@@ -297,10 +297,10 @@ def login(arguments: argparse.Namespace) -> int:
     input: a command line is seen by everybody on the machine."""
     from sandkasten.cli.privilege import account_of
     from sandkasten.config import ConfigError
+    from sandkasten.errors import SandkastenError, leaf_of
     from sandkasten.host.paths import credentials_file
     from sandkasten.images.registry.credentials import Credentials, write_credentials
     from sandkasten.images.registry.reference import parse_reference
-    from sandkasten.model.errors import SandkastenError, leaf_of
 
     require_root()
     config = load_installed(arguments)

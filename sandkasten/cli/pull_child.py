@@ -15,6 +15,7 @@ import trio
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.config import Config, ConfigError
 from sandkasten.crash import Crash
+from sandkasten.errors import SandkastenError, leaf_of
 from sandkasten.host.paths import DataPaths, credentials_file
 from sandkasten.images.archive_source import ArchiveImport
 from sandkasten.images.registry.blobs import Blobs
@@ -24,7 +25,6 @@ from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import NewImage, Pull, PullTerms
 from sandkasten.images.registry.reference import Reference
 from sandkasten.images.registry.source import RegistrySource
-from sandkasten.model.errors import SandkastenError, leaf_of
 from sandkasten.model.job import LayerPhase, LayerProgress
 
 _MESSAGE_BYTES = 1 << 20

@@ -36,6 +36,7 @@ from sandkasten.cli.notices import notices
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
+from sandkasten.errors import InvalidImage, NsinitLost, SandkastenError
 from sandkasten.host import examine
 from sandkasten.host.data_dir import locked
 from sandkasten.host.examine import read_machine
@@ -43,7 +44,6 @@ from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
 from sandkasten.installation import forget_listening, tell_listening
-from sandkasten.model.errors import InvalidImage, NsinitLost, SandkastenError
 from sandkasten.model.node import Machine, ProtectionState, System
 
 logger = logging.getLogger(__name__)

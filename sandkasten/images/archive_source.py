@@ -17,6 +17,7 @@ import attrs
 import trio
 
 from sandkasten.config import MIB
+from sandkasten.errors import DigestMismatch, InvalidImage, InvalidReference
 from sandkasten.images.archives import ArchiveKind, ImageArchive, MemberBytes, open_archive
 from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import (
@@ -36,7 +37,6 @@ from sandkasten.images.registry.documents import (
 from sandkasten.images.registry.pulling import NewImage, Pull, PullTerms, publish
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.images.registry.source import require_manifest
-from sandkasten.model.errors import DigestMismatch, InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
 
 _PIECE_BYTES = 1 << 20

@@ -26,8 +26,8 @@ from typing import IO, Protocol
 import attrs
 from backports import zstd
 
+from sandkasten.errors import InvalidImage, TooLarge
 from sandkasten.images.registry.blobs import write_at
-from sandkasten.model.errors import InvalidImage, TooLarge
 
 MAX_MEMBERS = 10_000
 """Members of an outer archive: 127 layers have some hundred."""

@@ -26,12 +26,12 @@ import attrs
 
 from sandkasten.config import ConfigError
 from sandkasten.crash import Crash
+from sandkasten.errors import InvalidImage
 from sandkasten.images.catalog import Catalog, Image, check_name
 from sandkasten.images.importing import publish_layer
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.recipes import Recipe
 from sandkasten.images.registry.documents import Platform
-from sandkasten.model.errors import InvalidImage
 
 Told = Callable[[int, int, str], None]
 """Takes the number of a step, how many there are, and its name. Called from another thread."""

@@ -28,12 +28,12 @@ from typing import Literal
 import attrs
 
 from sandkasten.config import ConfigError
+from sandkasten.errors import InvalidImage, InvalidReference
 from sandkasten.image_names import BUILD_CACHE
 from sandkasten.images import rootfs
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE, NEW_IMAGE
-from sandkasten.model.errors import InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
 
 META = "meta.json"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from sandkasten.errors import InvalidImage
 from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.layers import find_layer
-from sandkasten.model.errors import InvalidImage
 from sandkasten.model.image import ImageDescription, ImageLayer, ImageUses, Pruned
 
 

@@ -23,12 +23,12 @@ from typing import IO, Any, Protocol
 import attrs
 from backports import zstd
 
+from sandkasten.errors import InvalidImage, InvalidReference, SandkastenError
 from sandkasten.images.catalog import HOST, Catalog, Image
 from sandkasten.images.layers import Layers, PackedLayer
 from sandkasten.images.registry.blobs import Blobs, write_at
 from sandkasten.images.registry.documents import Blob, Platform
 from sandkasten.images.registry.reference import parse_reference
-from sandkasten.model.errors import InvalidImage, InvalidReference, SandkastenError
 from sandkasten.model.image import Compression
 
 _LAYER = "application/vnd.oci.image.layer.v1.tar"

@@ -20,9 +20,9 @@ import os
 import stat
 from pathlib import Path
 
+from sandkasten.errors import InvalidImage
 from sandkasten.images import debian, rootfs
 from sandkasten.images.catalog import HOST, Catalog, Image, now
-from sandkasten.model.errors import InvalidImage
 
 RECIPE = 3
 """Version of the recipe, to be raised when a change of this module changes the image."""

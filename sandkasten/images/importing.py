@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from sandkasten.crash import Crash, Point
+from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, check_name
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, LayerMeta, Layers, open_store
-from sandkasten.model.errors import InvalidImage
 from sandkasten.model.image import ImageConfig
 
 

@@ -27,8 +27,7 @@ import attrs
 from nsinit.spawn import spawn_nsinit
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_DESCRIPTION_BYTES, REQUESTS, Failed, ProtocolError
-from sandkasten.images.catalog import LAYER_DIGEST, now
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Conflict,
     DigestMismatch,
     DiskFull,
@@ -38,6 +37,7 @@ from sandkasten.model.errors import (
     NsinitLost,
     SandkastenError,
 )
+from sandkasten.images.catalog import LAYER_DIGEST, now
 from sandkasten.model.image import ImageConfig
 
 MAX_ENTRIES = 2_000_000

@@ -20,7 +20,7 @@ from typing import Protocol
 import attrs
 
 from egress import protocol
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from sandkasten.model.network import (
     MAX_DENIALS,
     EgressDenial,

@@ -20,9 +20,9 @@ import attrs
 import trio
 
 from sandkasten import logcontext
+from sandkasten.errors import Capacity, InvalidRequest
 from sandkasten.journal.fields import EVENT_FIELDS, KEY_ID, TRACE_ID, bounded_data
 from sandkasten.model import Event, EventType
-from sandkasten.model.errors import Capacity, InvalidRequest
 
 log = logging.getLogger(__name__)
 

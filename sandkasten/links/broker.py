@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from egress import brokering
-from sandkasten.model.errors import Capacity, EgressUnavailable, InvalidRequest, SecretNotFound, StoreFailed
+from sandkasten.errors import Capacity, EgressUnavailable, InvalidRequest, SecretNotFound, StoreFailed
 
 A = TypeVar("A")
 

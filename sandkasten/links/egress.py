@@ -14,8 +14,8 @@ import attrs
 import trio
 
 from egress import protocol
+from sandkasten.errors import EgressUnavailable
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import EgressUnavailable
 
 A = TypeVar("A")
 

@@ -17,8 +17,8 @@ import attrs
 import trio
 
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, NETWORK_STAGE, REQUESTS, Failed, ProtocolError
+from sandkasten.errors import NsinitLost
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import NsinitLost
 
 _FD_SIZE = array.array("i").itemsize
 _PASSING_STAGES = frozenset(

@@ -45,8 +45,8 @@ from nsinit.wire.launching import (
     START_GATEWAY,
     LaunchForParent,
 )
+from sandkasten.errors import EgressUnavailable, LauncherGone, NsinitLost, SandkastenError
 from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.model.errors import EgressUnavailable, LauncherGone, NsinitLost, SandkastenError
 
 log = logging.getLogger(__name__)
 _START_S = 20.0

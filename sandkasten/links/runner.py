@@ -38,8 +38,8 @@ from runner.wire.protocol import (
     ProtocolError,
     encode_header,
 )
+from sandkasten.errors import Capacity, RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.host.paths import RUNNER_SOCKET
-from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError, SandkastenError
 
 _MAX_IDLE = 4
 """Connections of a pool that wait for a request. More come and go with theirs."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from sandkasten.model.errors import InvalidImage
+from sandkasten.errors import InvalidImage
 
 Compression = Literal["gzip", "zstd", "none"]
 """Of the layers of an exported image."""

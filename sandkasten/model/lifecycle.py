@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from sandkasten.model.errors import SessionExpired
+from sandkasten.errors import SessionExpired
 from sandkasten.model.session import EndReason, Session, Status
 
 

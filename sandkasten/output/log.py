@@ -12,8 +12,8 @@ from typing import Final
 
 import trio
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Output, OutputSlice, Stream
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.blocks import PIECE_OVERHEAD_BYTES, Block, KeptOutput, Ledger, OutputAccount
 from sandkasten.output.disk import RecordPlace
 from sandkasten.output.records import Span

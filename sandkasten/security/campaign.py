@@ -13,8 +13,8 @@ import orjson
 import trio
 
 from sandkasten.config import Config
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import Status
-from sandkasten.model.errors import InvalidRequest
 from sandkasten.security.attacks.field import ROOT, SANDBOX, Field, open_field
 from sandkasten.security.catalog import ATTACKS
 from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, NotApplicable, Outcome, judge

@@ -12,7 +12,7 @@ import trio.testing
 
 from sandkasten import logcontext
 from sandkasten.actors.core import LATER, MAILBOX_MESSAGES, Actor, Ask, Ref
-from sandkasten.model.errors import ActorGone, Overloaded, SessionNotFound
+from sandkasten.errors import ActorGone, Overloaded, SessionNotFound
 
 
 @attrs.frozen

@@ -18,8 +18,8 @@ from runner.wire.protocol import FILES_VERSION, OLDEST_VERSION, PROTOCOL_VERSION
 from sandkasten.actors.core import Ref
 from sandkasten.actors.session.birth import AdoptionTurns
 from sandkasten.config import Config, ServerSettings
+from sandkasten.errors import Capacity, Conflict, SessionExpired
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import Capacity, Conflict, SessionExpired
 from sandkasten.supervisor import Files
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted

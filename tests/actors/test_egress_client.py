@@ -27,12 +27,12 @@ from sandkasten.actors.services.nsinit import NetworkSockets
 from sandkasten.actors.session.changing import open_way
 from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
+from sandkasten.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, NsinitLost, SandkastenError
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import ChildProcess, Role, StartEgress
 from sandkasten.model import EventType
-from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, NsinitLost, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 from tests.strategies import make_record
 from tests.waiting import patience

@@ -11,9 +11,9 @@ import trio.testing
 
 from sandkasten.actors.services.events import EventReader
 from sandkasten.actors.services.store import do
+from sandkasten.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
 from sandkasten.journal.ring import MAX_READERS, OLDEST
 from sandkasten.model import Event
-from sandkasten.model.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
 from sandkasten.store.events import purge_events
 from tests.actors.event_node import A, B, EventNode, ports, running_node, take
 from tests.waiting import patience

@@ -16,9 +16,9 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services import events as events_actor
 from sandkasten.actors.services.events import Events, Flush, open_reader
 from sandkasten.actors.services.store import Store
+from sandkasten.errors import CursorGone, StoreFailed
 from sandkasten.journal.ring import OLDEST, Journal
 from sandkasten.model import Event, EventType
-from sandkasten.model.errors import CursorGone, StoreFailed
 from sandkasten.store.database import open_database
 from sandkasten.store.events import append_events, open_journal, purge_events, read_events
 from tests.actors.event_node import A, B, ports, running_node, take

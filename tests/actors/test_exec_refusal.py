@@ -7,8 +7,8 @@ import pytest
 from runner.wire.protocol import MERGED_VERSION, Error, ErrorCode, Exec
 from sandkasten.actors.runs.driver import refusal, request_of
 from sandkasten.actors.runs.run import Run, RunRequest, Shell
+from sandkasten.errors import InvalidRequest, SandboxError, ShellFailed
 from sandkasten.model import ExecSpec, StreamsMode
-from sandkasten.model.errors import InvalidRequest, SandboxError, ShellFailed
 
 
 def test_a_directory_that_can_not_be_entered_is_named() -> None:

@@ -12,8 +12,8 @@ import trio
 
 from runner.wire.protocol import ANSWERS, FROM_DAEMON, Error, FrameDecoder, HelloReply, Kind, Setup, encode_frame
 from sandkasten.actors.session.birth import Greeting
+from sandkasten.errors import InvalidRequest, RunnerLost
 from sandkasten.host.paths import RUNNER_SOCKET
-from sandkasten.model.errors import InvalidRequest, RunnerLost
 from tests.waiting import patience
 
 REPLY = HelloReply("/bin/bash", "/workspace", version=Setup().version)

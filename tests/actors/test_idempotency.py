@@ -15,8 +15,8 @@ from sandkasten.actors.node.sessions import IdempotentCreates
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.store import Store, do
 from sandkasten.admission.plan import spec_digest
+from sandkasten.errors import Conflict, SessionExpired
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.model.errors import Conflict, SessionExpired
 from sandkasten.store.sessions import SessionRecord, put_session
 from tests.strategies import make_record
 from tests.waiting import patience

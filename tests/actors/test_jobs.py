@@ -18,13 +18,13 @@ from sandkasten.actors.services.jobs import BeginPull, CancelJob, GetJob, Jobs, 
 from sandkasten.actors.services.store import Store
 from sandkasten.config import ImagesSettings
 from sandkasten.crash import Crash
+from sandkasten.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.layers import describe
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns
-from sandkasten.model.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, ImageJob, JobKind, JobState, LayerPhase, PullSpec
 from sandkasten.store.database import open_database

@@ -14,9 +14,9 @@ from trio.testing import wait_all_tasks_blocked
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.nsinit import Call, NsinitClient, ask_store
+from sandkasten.errors import ActorGone, BuildFailed
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import ChildProcess
-from sandkasten.model.errors import ActorGone, BuildFailed
 from tests.waiting import patience
 
 

@@ -14,6 +14,7 @@ import attrs
 import pytest
 import trio
 
+from sandkasten import errors
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ServerSettings
 from sandkasten.model import (
@@ -29,7 +30,6 @@ from sandkasten.model import (
     Stream,
     TerminalSize,
     WaitFor,
-    errors,
 )
 from sandkasten.model.node import PROTECTIONS, Need
 from sandkasten.supervisor import Supervisor

@@ -21,9 +21,9 @@ from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
+from sandkasten.errors import RunnerLost, RunnerProtocolError, SandkastenError, ShuttingDown
 from sandkasten.journal.egress import EgressLogs, SessionDenials
 from sandkasten.model import Cause, ExecSpec, Stream
-from sandkasten.model.errors import RunnerLost, RunnerProtocolError, SandkastenError, ShuttingDown
 from sandkasten.model.run import make_exec_id
 from sandkasten.output.disk import Written
 from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json

@@ -7,8 +7,8 @@ import trio
 import trio.testing
 
 from sandkasten.actors.runs.run import MAX_STDIN_SENDERS, Run, RunRequest
+from sandkasten.errors import Capacity, ExecEnded, RunnerLost
 from sandkasten.model import ExecSpec
-from sandkasten.model.errors import Capacity, ExecEnded, RunnerLost
 
 
 async def test_senders_over_the_limit_are_refused_while_the_others_wait() -> None:

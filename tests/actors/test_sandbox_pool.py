@@ -16,9 +16,9 @@ from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Call
 from sandkasten.admission.plan import resolve
 from sandkasten.config import Config
+from sandkasten.errors import BuildFailed
 from sandkasten.images.catalog import Image
 from sandkasten.model import Limits, SessionSpec
-from sandkasten.model.errors import BuildFailed
 
 IMAGE = Image("python", "rootfs", "2026-01-02T03:04:05Z", "tests")
 

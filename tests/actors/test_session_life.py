@@ -15,6 +15,7 @@ import trio
 
 from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
+from sandkasten import errors
 from sandkasten.config import Config, ServerSettings
 from sandkasten.model import (
     Cause,
@@ -26,7 +27,6 @@ from sandkasten.model import (
     SessionSpec,
     Status,
     Stream,
-    errors,
 )
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script

@@ -30,9 +30,9 @@ from sandkasten.config import (
     ServerSettings,
     WorkspaceSettings,
 )
+from sandkasten.errors import Capacity, InvalidImage, QuotaExceeded, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model import EventType, ExecSpec, FileRules, Limits, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import Capacity, InvalidImage, QuotaExceeded, SessionExpired, SessionNotFound
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.keys import Access, Quota
 from sandkasten.model.lifecycle import ENDED, LIVE

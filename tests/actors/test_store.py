@@ -15,9 +15,9 @@ import trio.testing
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref
 from sandkasten.actors.node.recovery import BATCH, forget_old
 from sandkasten.actors.services.store import UNASKED_S, Store, do
+from sandkasten.errors import StoreFailed
 from sandkasten.host.paths import read_boot_id
 from sandkasten.model import EndReason, Status
-from sandkasten.model.errors import StoreFailed
 from sandkasten.model.lifecycle import Trigger
 from sandkasten.model.listing import SessionQuery
 from sandkasten.store.database import DatabaseTooNew, open_database

@@ -11,7 +11,7 @@ import trio
 
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref, Reply
 from sandkasten.actors.services.store import Store, StoreBroken, do
-from sandkasten.model.errors import ActorGone, StoreFailed, StoreFull
+from sandkasten.errors import ActorGone, StoreFailed, StoreFull
 from sandkasten.store.database import open_database, ping
 from sandkasten.store.sessions import SessionRecord, live_sessions, put_session
 from tests.strategies import make_record

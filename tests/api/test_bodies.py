@@ -10,8 +10,8 @@ import trio
 
 from sandkasten.api.http.json import MAX_VALUES, SLICE_BYTES, check_value_count
 from sandkasten.api.http.settings import MIB, ApiSettings
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import ProcessSpec, SessionSpec
-from sandkasten.model.errors import InvalidRequest
 from tests.api.harness import running_front
 from tests.fakes.runner import Script
 

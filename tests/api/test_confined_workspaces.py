@@ -9,7 +9,7 @@ import attrs
 import httpx
 import pytest
 
-from sandkasten.model.errors import Conflict
+from sandkasten.errors import Conflict
 from sandkasten.model.workspace import UploadSpec, WorkspaceSpec
 from tests.api.harness import RunningTree, running_front
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED

@@ -14,7 +14,7 @@ from sandkasten.api.http.guard import Message
 from sandkasten.api.http.mcp import McpFront
 from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.zstandard import Zstandard
-from sandkasten.model.errors import DiskFull
+from sandkasten.errors import DiskFull
 from tests.api.harness import make_settings
 from tests.fakes.tree import open_scripted
 

@@ -8,10 +8,11 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten import errors
 from sandkasten.api.websocket import exec
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.config import RunsSettings
-from sandkasten.model import ExecKind, ProcessSpec, Stream, errors
+from sandkasten.model import ExecKind, ProcessSpec, Stream
 from tests.api.harness import running_front
 from tests.api.ws_client import (
     Chunk,

@@ -11,8 +11,9 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten import errors
 from sandkasten.api.http.auth import is_loopback_host
-from sandkasten.model import Session, SessionSpec, errors
+from sandkasten.model import Session, SessionSpec
 from tests.api.harness import (
     KEY,
     RunningTree,

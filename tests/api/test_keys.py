@@ -10,8 +10,8 @@ from typing import NoReturn
 import pytest
 
 from sandkasten.api.routes import SESSIONS
+from sandkasten.errors import QuotaExceeded
 from sandkasten.model import SessionSpec
-from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import Access, Quota
 from tests.api.harness import running_front
 from tests.api.keys import ADMIN, CONFINED, issue

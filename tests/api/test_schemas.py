@@ -17,6 +17,7 @@ from sandkasten.api.resources.files import WriteRequest
 from sandkasten.api.resources.runs import ExecRequest, TerminalRequest
 from sandkasten.api.resources.sessions import CreateHead, CreateRequest, PatchRequest
 from sandkasten.config import Defaults
+from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
 from sandkasten.model import (
     FOREVER_S,
     LIMIT_BOUNDS,
@@ -27,7 +28,6 @@ from sandkasten.model import (
     SessionSpec,
     TerminalSize,
 )
-from sandkasten.model.errors import InvalidImage, InvalidRequest, TooLarge
 from sandkasten.model.network import Network, NetworkLimits, NetworkMode
 
 T = TypeVar("T")

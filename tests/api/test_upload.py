@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.api.resources.files import safe_name
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from tests.api.harness import KEY, RunningTree, parse_answer, read_to_end, running_front, send_and_read
 from tests.api.test_exec import make_session
 from tests.api.test_files import MIB, stored

@@ -14,8 +14,8 @@ from sandkasten.api.http.websocket import MAX_REASON_BYTES, Opcode, cut_reason, 
 from sandkasten.api.websocket import exec_messages as execs
 from sandkasten.api.websocket import terminal_messages as terminals
 from sandkasten.api.websocket.messages import MAX_CHANNEL, MessageRefused, encode_message
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import Stream, TerminalSize
-from sandkasten.model.errors import InvalidRequest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),

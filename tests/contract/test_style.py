@@ -54,8 +54,8 @@ CLIENT_NAMES = {
 }
 """Class names of the clients for what a class of that name is in the server."""
 
-SIGNPOSTS = {f"sandkasten/{name}.py" for name in ("client", "session", "types", "exceptions", "model/errors")}
-"""Modules that give names of other modules on: four of the published client, and the daemon's for its errors."""
+SIGNPOSTS = {f"sandkasten/{name}.py" for name in ("client", "session", "types", "exceptions")}
+"""Modules of the published client that give names of other modules on."""
 
 SHARED_NAMES = {
     "CloseShell": "the actor's message, and the request to PID 1 that it becomes",

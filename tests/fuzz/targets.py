@@ -50,9 +50,9 @@ from sandkasten.api.websocket.messages import MessageRefused
 from sandkasten.building.dockerfile import BuildError, read_dockerfile
 from sandkasten.building.ignoring import Ignored
 from sandkasten.building.words import expand
+from sandkasten.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
 from sandkasten.links.runner import decode_answer
 from sandkasten.model import Limits
-from sandkasten.model.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
 from tests.fuzz import grammar
 from tests.fuzz.grammar import Choices
 

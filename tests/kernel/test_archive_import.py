@@ -17,12 +17,12 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.images.catalog import Catalog, Image, now
 from sandkasten.images.exporting import Exported, export_image
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.model import ExecSpec, SessionSpec
-from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.image import COMPRESSIONS, CommitSpec, Compression, ConfigChanges
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase
 from tests import debian

@@ -46,8 +46,8 @@ from nsinit.wire.protocol import (
 from sandkasten.actors.services.nsinit import call
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, EgressSettings, IsolationSettings
+from sandkasten.errors import Conflict, InvalidRequest, InvalidRule
 from sandkasten.model import ExecSpec, SessionPatch, SessionSpec
-from sandkasten.model.errors import Conflict, InvalidRequest, InvalidRule
 from sandkasten.model.network import Network, NetworkMode
 from sandkasten.security.attacks.bridges import BRIDGES
 from sandkasten.security.attacks.field import USERS, open_field

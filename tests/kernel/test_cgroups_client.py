@@ -26,7 +26,7 @@ from sandkasten.actors.services.nsinit import (
     set_limits,
     teardown,
 )
-from sandkasten.model.errors import BuildFailed, BuildInterrupted
+from sandkasten.errors import BuildFailed, BuildInterrupted
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 
 

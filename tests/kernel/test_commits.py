@@ -12,9 +12,9 @@ from sandkasten.actors.services import commits
 from sandkasten.actors.services.layers import NsinitLayers
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.errors import Conflict, InvalidImage, SessionPaused
 from sandkasten.images.layers import open_store
 from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
-from sandkasten.model.errors import Conflict, InvalidImage, SessionPaused
 from sandkasten.model.image import CommitSpec, ConfigChanges, ImageConfig
 from sandkasten.model.job import ImportSpec
 from tests.kernel.test_archive_import import imported

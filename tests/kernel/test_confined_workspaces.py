@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
+from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.model import SessionSpec, errors
+from sandkasten.model import SessionSpec
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from sandkasten.supervisor import WorkspaceSupervisor
 from tests import file_requests

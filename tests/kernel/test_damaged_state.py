@@ -16,9 +16,9 @@ import pytest
 from nsinit.cgroup.identity import read_identity
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import SessionNotFound
 from sandkasten.host.paths import read_boot_id
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import SessionNotFound
 from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import KernelIdentity, put_session

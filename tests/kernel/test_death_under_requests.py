@@ -15,6 +15,7 @@ from sandkasten.actors.node import sessions
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import Capacity, SandkastenError, SessionExpired
 from sandkasten.model import (
     ExecSpec,
     OnDisconnect,
@@ -27,7 +28,6 @@ from sandkasten.model import (
     TerminalSpec,
     WaitFor,
 )
-from sandkasten.model.errors import Capacity, SandkastenError, SessionExpired
 from tests.file_requests import listed, looked_at, removed
 from tests.kernel.processes import init_pid, init_pids, stop_serving
 from tests.waiting import patience, until

@@ -10,8 +10,8 @@ import pytest
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, RunsSettings
+from sandkasten.errors import ExecGone, ExecIdsExhausted, ExecNotFound
 from sandkasten.model import ExecSpec, SessionSpec
-from sandkasten.model.errors import ExecGone, ExecIdsExhausted, ExecNotFound
 
 ONCE = ExecSpec("echo x >>/tmp/log", exec_id="once")
 COUNT = ExecSpec("wc -l </tmp/log")

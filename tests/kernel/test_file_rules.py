@@ -29,8 +29,8 @@ from runner.wire.protocol import (
     ViewFile,
 )
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import InvalidRequest, PermissionDenied
 from sandkasten.model import ExecSpec, FileRules, SessionSpec
-from sandkasten.model.errors import InvalidRequest, PermissionDenied
 from tests.file_requests import listed, looked_at, read, refusal_of, written
 
 ABI = landlock.probe_abi()

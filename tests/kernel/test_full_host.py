@@ -26,8 +26,8 @@ from nsinit.wire.protocol import DiskLimits
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, DiskSettings, ServerSettings
+from sandkasten.errors import DiskReserve
 from sandkasten.model import Cause, ExecSpec, Limits, SessionSpec, Status
-from sandkasten.model.errors import DiskReserve
 from sandkasten.model.workspace import WorkspaceQuota, WorkspaceSpec
 from tests.kernel.harness import run_outside
 from tests.kernel.processes import nsinit_pid

@@ -35,10 +35,10 @@ from nsinit.wire.validate import InvalidName, check_limits, check_plan, check_se
 from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
 from runner.wire.protocol import REQUESTS as RUNNER_REQUESTS
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import InvalidImage, RunnerProtocolError, SandkastenError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import InvalidImage, RunnerProtocolError, SandkastenError
 from tests.fuzz import grammar
 from tests.fuzz.grammar import Choices
 from tests.fuzz.targets import ANSWERS as RUNNER_ANSWERS

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sandkasten.errors import InvalidImage
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.images.rootfs import MOUNT_POINTS
-from sandkasten.model.errors import InvalidImage
 from tests import canary
 from tests.kernel.test_images import assert_nothing_left
 

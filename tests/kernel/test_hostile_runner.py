@@ -13,8 +13,8 @@ from sandkasten.actors.runs import driver, run
 from sandkasten.actors.session import actor, birth, watch
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.actors.workspaces import files
+from sandkasten.errors import FileNotFound, IsADirectory, RunnerProtocolError, SandkastenError
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import FileNotFound, IsADirectory, RunnerProtocolError, SandkastenError
 from sandkasten.security.attacks.runner import FILE_REPLIES, REPLIES, impostor
 from tests.file_requests import looked_at, read, written
 from tests.kernel.processes import file_workers, init_pid

@@ -10,8 +10,8 @@ import pytest
 from sandkasten.admission.plan import spec_digest
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import Conflict, SessionExpired
 from sandkasten.model import EndReason, SessionSpec, Status
-from sandkasten.model.errors import Conflict, SessionExpired
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import put_session
 from tests.strategies import make_record

@@ -30,10 +30,10 @@ from nsinit.tools.unpack import CAPABILITIES
 from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Ok, OpenStore, PublishImage, Scan, UnpackLayer
 from nsinit.wire.validate import MAX_BYTES
+from sandkasten.errors import DigestMismatch, DiskFull, InvalidImage, LayerRefused, NsinitLost
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.images.layers import LayerMeta, open_store
-from sandkasten.model.errors import DigestMismatch, DiskFull, InvalidImage, LayerRefused, NsinitLost
 from tests.allowance import ALLOWANCE
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import wait_until

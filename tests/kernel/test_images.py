@@ -15,10 +15,10 @@ from typing import Literal
 
 import pytest
 
+from sandkasten.errors import InvalidImage
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.images.importing import import_tar
-from sandkasten.model.errors import InvalidImage
 from tests.kernel.harness import data_directory, host_plan, running
 from tests.waiting import patience
 

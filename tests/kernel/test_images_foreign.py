@@ -15,11 +15,11 @@ import trio
 from sandkasten.actors.services.nsinit import ThreadLink
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.errors import ShellFailed
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.images.layers import Layers
 from sandkasten.model import Cause, ExecSpec, SessionSpec
-from sandkasten.model.errors import ShellFailed
 from sandkasten.model.image import ImageConfig
 
 

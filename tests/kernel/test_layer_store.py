@@ -27,9 +27,9 @@ from nsinit.wire.protocol import CollectLayers, PublishImage
 from nsinit.wire.verdict import Counts, Unpacked
 from sandkasten.cli import pull
 from sandkasten.config import Config
+from sandkasten.errors import DiskFull
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.layers import description, open_store
-from sandkasten.model.errors import DiskFull
 from sandkasten.model.image import ImageConfig
 from tests.kernel.harness import new_id, wait_until
 from tests.waiting import patience

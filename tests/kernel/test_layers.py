@@ -32,9 +32,9 @@ from nsinit.wire.protocol import (
     SandboxPlan,
     UnpackLayer,
 )
+from sandkasten.errors import ImageInUse, InvalidImage, LayerRefused
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.layers import Layers, describe, description, open_store
-from sandkasten.model.errors import ImageInUse, InvalidImage, LayerRefused
 from sandkasten.model.image import ImageConfig
 from tests.allowance import ALLOWANCE
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, new_id, running, wait_until

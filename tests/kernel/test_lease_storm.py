@@ -9,8 +9,8 @@ from collections import Counter
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import SessionExpired
 from sandkasten.model import Cause, EndReason, ExecSpec, Limits, Session, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import SessionExpired
 from tests.kernel.processes import init_pid
 from tests.waiting import patience, until
 

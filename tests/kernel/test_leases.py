@@ -13,6 +13,7 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Maximum
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import (
     FOREVER_S,
     EndReason,
@@ -25,7 +26,6 @@ from sandkasten.model import (
     TerminalSpec,
     WaitFor,
 )
-from sandkasten.model.errors import InvalidRequest
 from tests.waiting import until
 
 TTL_S = 0.5

@@ -19,10 +19,10 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, EgressSettings, PoolSettings, PoolSize
 from sandkasten.config.seccomp import load_filters
+from sandkasten.errors import Conflict
 from sandkasten.host import examine
 from sandkasten.links.processes import start_as_child
 from sandkasten.model import Event, EventType, ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
-from sandkasten.model.errors import Conflict
 from sandkasten.model.network import EgressDenial, EgressVerdict, Network, NetworkLimits, NetworkMode
 from tests.kernel.world import World, echo, http, world
 from tests.waiting import patience, until

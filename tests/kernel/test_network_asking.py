@@ -12,8 +12,8 @@ import trio
 from egress.state import MAX_ASKED
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.errors import SandkastenError
 from sandkasten.model import Event, EventType, ExecResult, ProcessSpec, Session, SessionPatch, SessionSpec
-from sandkasten.model.errors import SandkastenError
 from sandkasten.model.network import EgressDenial, EgressVerdict, Network, NetworkMode
 from tests.kernel.test_network import CONNECT, FETCH, SITE, outside, python, served, supervisor, told
 from tests.kernel.world import World

@@ -22,8 +22,8 @@ from sandkasten.actors.services import egress as client
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, PoolSettings, PoolSize
+from sandkasten.errors import EgressUnavailable
 from sandkasten.model import ExecSpec, Session, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import EgressUnavailable
 from sandkasten.model.network import EgressDenial, Network, NetworkMode
 from tests.kernel.test_network import ALLOWED, CONNECT, FETCH, PRIVATE, outside, python, served, supervisor
 from tests.kernel.world import World, http

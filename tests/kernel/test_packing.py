@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nsinit.tools.pack import privileged_of
+from sandkasten.errors import InvalidImage, LayerRefused
 from sandkasten.images.layers import Layers, PackedLayer, open_store
-from sandkasten.model.errors import InvalidImage, LayerRefused
 from tests import canary
 from tests.kernel.test_layers import tar_of, unpack
 

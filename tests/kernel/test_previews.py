@@ -18,8 +18,8 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.admission.previews import check_publish
 from sandkasten.config import Config, PoolSettings, PoolSize, PreviewSettings
+from sandkasten.errors import Conflict, InvalidRequest, PreviewNotFound, PreviewsOff
 from sandkasten.model import EventType, PauseSpec, ProcessSpec, Session, SessionSpec, Status, WaitFor
-from sandkasten.model.errors import Conflict, InvalidRequest, PreviewNotFound, PreviewsOff
 from sandkasten.model.network import EVERY_PORT, PreviewAccess, PreviewSpec, SignedPreview
 from tests.kernel.world import served
 from tests.waiting import patience, until

@@ -14,10 +14,10 @@ from nsinit.kernel import syscalls
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ServerSettings
+from sandkasten.errors import DiskFull, ImageInUse, InvalidImage, SandboxError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model import SessionSpec
-from sandkasten.model.errors import DiskFull, ImageInUse, InvalidImage, SandboxError
 from sandkasten.model.job import ImageJob, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.registry import Asked, Said, digest_of, layer, serving

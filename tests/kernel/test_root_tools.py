@@ -10,10 +10,10 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.errors import InvalidRequest
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, ShellSpec, TerminalSize, WaitFor
-from sandkasten.model.errors import InvalidRequest
 from tests import debian
 
 PACKAGE = r"""

@@ -14,6 +14,7 @@ from sandkasten.actors.runs.persistence import LOAN_BYTES, RunPersistence
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import ExecGone, ExecNotFound, ShuttingDown
 from sandkasten.model import (
     Cause,
     ExecSpec,
@@ -26,7 +27,6 @@ from sandkasten.model import (
     Stream,
     TerminalSpec,
 )
-from sandkasten.model.errors import ExecGone, ExecNotFound, ShuttingDown
 from sandkasten.output.records import Seal, facts_to_json
 from sandkasten.security.attacks.runner import impostor
 from tests.unit.test_output_disk import FACTS

@@ -15,8 +15,8 @@ from nsinit.wire.protocol import Ok, Prepare
 from runner.wire.protocol import ExecReply, RunProgram, TerminalSize
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, SecuritySettings
+from sandkasten.errors import BuildFailed, InvalidRequest
 from sandkasten.model import ExecSpec, SessionSpec
-from sandkasten.model.errors import BuildFailed, InvalidRequest
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")

@@ -21,10 +21,10 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, EgressSettings
 from sandkasten.config.seccomp import load_filters
+from sandkasten.errors import InvalidRequest, SecretNotFound
 from sandkasten.host import examine
 from sandkasten.links.processes import start_as_child
 from sandkasten.model import ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
-from sandkasten.model.errors import InvalidRequest, SecretNotFound
 from sandkasten.model.network import TRUST_FILE, Network, NetworkMode, NewSecret
 from tests.egress.broker_world import foreign_authority
 from tests.kernel.world import Handler, World, world

@@ -16,8 +16,8 @@ from sandkasten.actors.node import session_pools
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, PoolSettings, PoolSize, ServerSettings
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import ExecSpec, Session, SessionSpec, Status
-from sandkasten.model.errors import InvalidRequest
 from tests.kernel.processes import init_pid
 from tests.waiting import until
 

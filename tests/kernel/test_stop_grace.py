@@ -12,8 +12,8 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Defaults
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import ExecSpec, ProcessSpec, Session, SessionSpec, Status, TerminalSpec
-from sandkasten.model.errors import InvalidRequest
 from tests.kernel.processes import init_pid
 from tests.waiting import patience, until
 

@@ -9,8 +9,8 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import AdmissionSettings, Config, ServerSettings
+from sandkasten.errors import Capacity, Draining, LimitInUse, SandkastenError
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import Capacity, Draining, LimitInUse, SandkastenError
 
 SMALL = Limits(memory_mb=64, pids=64, disk_mb=64)
 TWICE = attrs.evolve(SMALL, memory_mb=128)

@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import SandkastenError
 from sandkasten.model import Cause, EndReason, ExecEnd, ExecSpec, Limits, SessionSpec, ShellSpec, Status
-from sandkasten.model.errors import SandkastenError
 from tests.kernel.processes import init_pid
 from tests.leaks import descendants
 from tests.waiting import patience, slowness, until

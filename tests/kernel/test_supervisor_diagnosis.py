@@ -17,8 +17,8 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import SessionNotFound
 from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
-from sandkasten.model.errors import SessionNotFound
 from sandkasten.model.node import Diagnosis, MissingPart
 from tests.waiting import patience, until
 

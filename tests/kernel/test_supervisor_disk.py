@@ -12,8 +12,8 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config, DiskSettings, ServerSettings
+from sandkasten.errors import DiskReserve, InvalidRequest
 from sandkasten.model import Cause, ExecSpec, Limits, SessionPatch, SessionSpec
-from sandkasten.model.errors import DiskReserve, InvalidRequest
 
 SMALL = Limits(disk_mb=32, disk_inodes=2000)
 

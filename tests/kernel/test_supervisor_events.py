@@ -14,8 +14,8 @@ from sandkasten.actors.services.events import EventReader
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import SessionNotFound
 from sandkasten.model import Event, EventType, ExecSpec, Limits, ProcessSpec, SessionSpec, ShellSpec, TerminalSpec
-from sandkasten.model.errors import SessionNotFound
 from tests.kernel.processes import init_pid
 from tests.waiting import patience, until
 

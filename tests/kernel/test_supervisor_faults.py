@@ -18,8 +18,7 @@ from sandkasten.actors.services.store import do
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, ServerSettings
-from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     BuildInterrupted,
     Capacity,
     InvalidRequest,
@@ -27,6 +26,7 @@ from sandkasten.model.errors import (
     StoreFailed,
     WorkInterrupted,
 )
+from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.sessions import put_session
 from tests.kernel.processes import init_pids, nsinit_pid

@@ -11,8 +11,8 @@ import pytest
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, FaultSettings, Maximum
+from sandkasten.errors import BuildInterrupted, InvalidRequest, LimitInUse
 from sandkasten.model import Cause, ExecSpec, Limits, SessionPatch, SessionSpec, SessionStats
-from sandkasten.model.errors import BuildInterrupted, InvalidRequest, LimitInUse
 from tests.waiting import until
 
 START = Limits(cpu=1.0, memory_mb=160, pids=64)

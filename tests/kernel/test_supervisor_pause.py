@@ -13,6 +13,7 @@ from sandkasten.actors.session import pausing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Maximum
+from sandkasten.errors import Conflict, SessionExpired, SessionPaused
 from sandkasten.model import (
     FOREVER_S,
     AtEnd,
@@ -28,7 +29,6 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
-from sandkasten.model.errors import Conflict, SessionExpired, SessionPaused
 from tests.waiting import patience, until
 
 STAYS = PauseSpec(auto_resume=False)

@@ -10,6 +10,7 @@ import trio
 
 from runner.server.ports import pause_s
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import (
     Cause,
     EventType,
@@ -22,7 +23,6 @@ from sandkasten.model import (
     TerminalSize,
     WaitFor,
 )
-from sandkasten.model.errors import InvalidRequest
 from tests.kernel.processes import init_pids
 from tests.waiting import patience, slowness, until
 

@@ -9,8 +9,8 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import QuotaExceeded
 from sandkasten.model import ExecSpec, Limits, ProcessSpec, SessionPatch, SessionSpec, TerminalSpec
-from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import Access, Quota
 from tests.api.keys import issue
 from tests.waiting import until

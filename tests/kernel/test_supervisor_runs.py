@@ -12,6 +12,15 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, RunsSettings
+from sandkasten.errors import (
+    Conflict,
+    ExecEnded,
+    ExecGone,
+    ExecNotFound,
+    InvalidRequest,
+    SandkastenError,
+    ShellBusy,
+)
 from sandkasten.model import (
     Cause,
     ExecSpec,
@@ -26,15 +35,6 @@ from sandkasten.model import (
     Stream,
     StreamsMode,
     WaitFor,
-)
-from sandkasten.model.errors import (
-    Conflict,
-    ExecEnded,
-    ExecGone,
-    ExecNotFound,
-    InvalidRequest,
-    SandkastenError,
-    ShellBusy,
 )
 from sandkasten.supervisor import ExecStream
 from tests.waiting import patience, until

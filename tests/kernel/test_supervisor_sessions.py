@@ -13,6 +13,15 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, ServerSettings
+from sandkasten.errors import (
+    Capacity,
+    Conflict,
+    InvalidImage,
+    InvalidRequest,
+    SandkastenError,
+    SessionExpired,
+    SessionNotFound,
+)
 from sandkasten.model import (
     Cause,
     EndReason,
@@ -25,15 +34,6 @@ from sandkasten.model import (
     ShellSpec,
     Status,
     WaitFor,
-)
-from sandkasten.model.errors import (
-    Capacity,
-    Conflict,
-    InvalidImage,
-    InvalidRequest,
-    SandkastenError,
-    SessionExpired,
-    SessionNotFound,
 )
 from tests.kernel.processes import init_pid, nsinit_pid, oom_score
 from tests.waiting import patience, until

@@ -8,8 +8,8 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
 from sandkasten.model import Cause, ExecSpec, FileRules, SessionSpec, ShellSpec, Status
-from sandkasten.model.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
 from tests.waiting import patience, until
 
 NAMES = ("default", "second")

@@ -17,8 +17,8 @@ from sandkasten.actors.supervision import GiveUp
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import ActorGone, Capacity, SandkastenError, SessionExpired
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import ActorGone, Capacity, SandkastenError, SessionExpired
 from tests.actors.test_store_faults import damage
 from tests.kernel.processes import nsinit_pid
 from tests.waiting import until

@@ -10,8 +10,8 @@ import trio.testing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.errors import ExecEnded, InvalidRequest, PermissionDenied, ShellNotFound, TerminalNotFound
 from sandkasten.model import ExecSpec, SessionSpec, TerminalSize, TerminalSpec
-from sandkasten.model.errors import ExecEnded, InvalidRequest, PermissionDenied, ShellNotFound, TerminalNotFound
 from sandkasten.supervisor import TerminalViewer
 from tests.waiting import patience, until
 

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.wire.protocol import Packed, Unpack
+from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.model import errors
 from tests.file_requests import packed, unpacked, waits_for_disk
 from tests.kernel.processes import nsinit_pid
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import attrs
 import pytest
 
+from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Defaults, DiskSettings, ServerSettings, WorkspaceSettings
-from sandkasten.model import ExecSpec, SessionSpec, errors
+from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 from sandkasten.security.posture import check_workspaces
 from tests.file_requests import packed, unpacked, written

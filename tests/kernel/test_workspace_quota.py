@@ -7,10 +7,11 @@ import signal
 
 import pytest
 
+from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.model import ExecSpec, SessionSpec, errors
+from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.model.workspace import Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 from tests.file_requests import listed, looked_at, packed, unpacked, written
 from tests.kernel.processes import nsinit_pid

@@ -18,11 +18,12 @@ import trio.testing
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME
 from nsinit.sandbox.init_steps import NAME
 from runner.wire.protocol import ChangeOwner, Done
+from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.actors.workspaces.uploads import sweep_once
 from sandkasten.config import Config
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, Status, errors
+from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, Status
 from sandkasten.model.workspace import UPLOAD_S, UploadSpec, WorkspacePatch, WorkspaceSpec
 from tests import file_requests
 from tests.file_requests import listed, looked_at, removed, written

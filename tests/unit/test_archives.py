@@ -15,12 +15,12 @@ import pytest
 import trio
 from backports import zstd
 
+from sandkasten.errors import DigestMismatch, DiskReserve, InvalidImage, SandkastenError, TooLarge
 from sandkasten.images.archive_source import ArchiveImport
 from sandkasten.images.archives import MAX_MEMBERS, LayoutDirectory, MemberBytes, OuterTar, open_archive
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import NewImage, PullTerms
-from sandkasten.model.errors import DigestMismatch, DiskReserve, InvalidImage, SandkastenError, TooLarge
 from tests.archives import Layout, Member, config_of, docker_saved, tar_of
 from tests.registry import MemoryStore, digest_of, layer, settings_of
 from tests.waiting import patience

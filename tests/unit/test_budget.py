@@ -10,8 +10,8 @@ import pytest
 from sandkasten.admission.budget import FIRST_MB, FIXES, IDLE_MB, IDLE_PIDS, Budget, find_room
 from sandkasten.config import MIB, AdmissionSettings, Config, ServerSettings
 from sandkasten.counters import node as counters
+from sandkasten.errors import Capacity, InvalidRequest
 from sandkasten.model import Limits
-from sandkasten.model.errors import Capacity, InvalidRequest
 from sandkasten.model.node import Amounts
 
 GIB = 1024 * MIB

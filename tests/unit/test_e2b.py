@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sandkasten import errors
 from sandkasten.api.e2b.connect import (
     END,
     HEAD,
@@ -29,8 +30,8 @@ from sandkasten.api.e2b.interpreter import warm_pools
 from sandkasten.api.e2b.process import end_event
 from sandkasten.api.e2b.sandboxes import E2bTerms, access_token, find_signer, is_token_of, sign
 from sandkasten.config import PoolSize
-from sandkasten.model import Cause, ExecEnd, Usage, errors
-from sandkasten.model.errors import InvalidRequest, TooLarge
+from sandkasten.errors import InvalidRequest, TooLarge
+from sandkasten.model import Cause, ExecEnd, Usage
 
 _KEY = b"k" * 32
 _IDS = ["0123456789abcdef01234567", "1123456789abcdef01234567", "2123456789abcdef01234567"]

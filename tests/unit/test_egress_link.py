@@ -10,10 +10,10 @@ import trio
 import trio.testing
 
 from egress import protocol
+from sandkasten.errors import EgressUnavailable
 from sandkasten.journal import egress as egress_log
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.links.egress import EgressLink
-from sandkasten.model.errors import EgressUnavailable
 from sandkasten.model.network import EgressLogging, EgressVerdict
 from tests.waiting import patience
 

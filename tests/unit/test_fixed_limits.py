@@ -9,8 +9,8 @@ import pytest
 
 from sandkasten.admission.plan import bounds_in_force, check_maximum, keep_fixed, plan_sandbox, resolve
 from sandkasten.config import Config, Defaults, DiskSettings, Maximum
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import FIXED_BOUNDS, LIMIT_BOUNDS, Limits, SessionSpec
-from sandkasten.model.errors import InvalidRequest
 
 
 def _resolved(limits: Limits | None, config: Config | None = None) -> Limits:

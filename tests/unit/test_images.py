@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from sandkasten.errors import InvalidImage, InvalidReference
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, now
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.images.removal import remove_tree
-from sandkasten.model.errors import InvalidImage, InvalidReference
 
 
 def add(catalog: Catalog, name: str, *, replace: bool = False) -> Image:

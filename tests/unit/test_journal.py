@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandkasten.errors import Capacity, InvalidRequest
 from sandkasten.journal.fields import EVENT_FIELDS, MAX_DATA_BYTES, bounded_data
 from sandkasten.journal.ring import CROWD_EVENTS, MAX_READERS, OLDEST, Journal
 from sandkasten.model import Event, EventType
-from sandkasten.model.errors import Capacity, InvalidRequest
 
 A, B = "a" * 24, "b" * 24
 

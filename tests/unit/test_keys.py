@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.admission.keys import KeyFileError, KeyRing, read_keys, write_keys
-from sandkasten.model.errors import Unauthorized
+from sandkasten.errors import Unauthorized
 from sandkasten.model.keys import Access, ApiKey, Label, Quota, digest_of, id_of, is_token_of, make_token
 from sandkasten.model.network import NetworkMode
 from tests.api.keys import READ, WRITE, issue

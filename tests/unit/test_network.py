@@ -16,9 +16,9 @@ from sandkasten.api.resources import network as _network  # noqa: F401 - adds it
 from sandkasten.api.resources.fields import check_of
 from sandkasten.config import Config, Defaults, EgressSettings, IsolationSettings
 from sandkasten.config.values import BUILT_IN_GROUPS
+from sandkasten.errors import InvalidRequest, InvalidRule
 from sandkasten.host.resolvers import usable
 from sandkasten.model import SessionSpec
-from sandkasten.model.errors import InvalidRequest, InvalidRule
 from sandkasten.model.network import Network, NetworkLimits, NetworkMode
 
 CONFIG = Config()

@@ -9,8 +9,8 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Stream
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import ReaderMode
 from tests.stores import (
     KB,

@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import CATCH_UP_S, WINDOW_BYTES, OutputLog, ReaderMode
 from sandkasten.output.store import OutputStore
 from tests.stores import KB, PIECE, drain, fill, take

@@ -13,8 +13,8 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import LogReader, ReaderMode
 from sandkasten.output.store import OutputStore
 from tests.stores import KB, MB, open_output

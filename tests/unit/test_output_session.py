@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Stream
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import WINDOW_BYTES, OutputLog
 from sandkasten.output.store import RECORD_BYTES, OutputStore, SessionOutput
 from tests.stores import MB, PIECE, drain, fill, take

@@ -11,8 +11,8 @@ import attrs
 import pytest
 import trio
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.disk import FILE_BYTES, Written
 from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState

@@ -10,8 +10,8 @@ import pytest
 
 from sandkasten.admission.plan import plan_sandbox, resolve, spec_digest
 from sandkasten.config import Config, IsolationSettings
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import FOREVER_S, FileRules, SessionOptions, SessionSpec
-from sandkasten.model.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(

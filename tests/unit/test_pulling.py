@@ -18,6 +18,15 @@ import pytest
 import trio
 
 from sandkasten.cli.pull_child import ParentStore
+from sandkasten.errors import (
+    DigestMismatch,
+    DiskReserve,
+    InvalidImage,
+    RegistryRefused,
+    RegistryUnauthorized,
+    SandkastenError,
+    TooLarge,
+)
 from sandkasten.images.registry import blobs, source
 from sandkasten.images.registry import pulling as pulling_module
 from sandkasten.images.registry.blobs import Blobs
@@ -27,15 +36,6 @@ from sandkasten.images.registry.documents import MAX_DOCUMENT_BYTES, Blob, Platf
 from sandkasten.images.registry.pulling import Pull, PullTerms, PullTurns
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.images.registry.source import RegistrySource
-from sandkasten.model.errors import (
-    DigestMismatch,
-    DiskReserve,
-    InvalidImage,
-    RegistryRefused,
-    RegistryUnauthorized,
-    SandkastenError,
-    TooLarge,
-)
 from sandkasten.model.job import LayerPhase, LayerProgress
 from tests.registry import REPOSITORY, Asked, MemoryStore, Registry, Said, digest_of, layer, serving, settings_of
 from tests.waiting import patience, until

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
+from sandkasten.errors import QuotaExceeded
 from sandkasten.model import Limits
-from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import Access, ApiKey, Quota
 from tests.api.keys import issue
 

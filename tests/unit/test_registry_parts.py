@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from sandkasten.config import ConfigError
+from sandkasten.errors import InvalidReference
 from sandkasten.images.registry.credentials import Credentials, read_credentials, write_credentials
 from sandkasten.images.registry.documents import Blob, Manifest, read_configuration
 from sandkasten.images.registry.reference import Reference, parse_reference
-from sandkasten.model.errors import InvalidReference
 
 HEX = "a" * 64
 GOOD = {

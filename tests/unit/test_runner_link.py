@@ -11,8 +11,8 @@ import trio.testing
 
 from runner.wire.protocol import FROM_DAEMON, MAX_FRAME_BYTES, MAX_REQUEST_BYTES, Exec, FrameDecoder, Kind, encode_frame
 from sandkasten.actors.workspaces.files import LocalFileStream
+from sandkasten.errors import RunnerLost
 from sandkasten.links.runner import RunnerConnection
-from sandkasten.model.errors import RunnerLost
 from tests.waiting import patience
 
 

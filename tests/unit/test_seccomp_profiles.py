@@ -20,8 +20,8 @@ from nsinit.wire.protocol import SeccompArgTest, SeccompProfile, SeccompRule
 from sandkasten.admission.plan import resolve
 from sandkasten.config import Config, ConfigError, SecuritySettings
 from sandkasten.config.seccomp import load_filters, parse_profile
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import SECCOMP_PROFILES, SessionSpec
-from sandkasten.model.errors import InvalidRequest
 
 SHIPPED = Path(__file__).resolve().parents[2] / "config" / "seccomp"
 

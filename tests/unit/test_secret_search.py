@@ -13,7 +13,7 @@ from egress.brokering import SecretFacts
 from egress.policy import Reason
 from egress.substitution import EchoFound, EchoSearch, SecretGuard
 from sandkasten.admission.secrets import SecretTexts, check_secret_env
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from sandkasten.model.network import TRUST_VARIABLES, Network, NetworkMode
 
 VALUE = b"aabaabaac-value"

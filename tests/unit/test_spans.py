@@ -8,8 +8,8 @@ import pytest
 
 from sandkasten.admission.plan import check_spans, resolve
 from sandkasten.config import Config, Maximum
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import FOREVER_S, MAX_SPAN_S, SessionSpec
-from sandkasten.model.errors import InvalidRequest
 
 BOTH = ("idle_timeout_seconds", "max_lifetime_seconds")
 

@@ -31,9 +31,9 @@ from sandkasten.admission import budget as reserve
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.config import Config
+from sandkasten.errors import Capacity, Draining, SandkastenError, SessionExpired, ShuttingDown
 from sandkasten.images.catalog import Image
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.model.errors import Capacity, Draining, SandkastenError, SessionExpired, ShuttingDown
 from sandkasten.model.workspace import WorkspaceMode
 from sandkasten.store.sessions import SessionRecord
 

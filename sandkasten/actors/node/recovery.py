@@ -42,10 +42,10 @@ from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.ending import ENDINGS, let_stop
 from sandkasten.actors.workspaces.actor import release_soon
+from sandkasten.errors import SandkastenError, SessionNotFound
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.layers import LAYER_GRACE_S
 from sandkasten.model import EndReason, EventType, Session, Status
-from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.lifecycle import END_REASONS, ENDED, IN_KERNEL, LIVE, Trigger, next_status
 from sandkasten.output.disk import OutputFile, list_output_files, remove_output_files, session_of
 from sandkasten.store.sessions import (

@@ -23,9 +23,9 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Call, call
 from sandkasten.admission.plan import Resolved, plan_disk, plan_limits, plan_sandbox
+from sandkasten.errors import SandkastenError
 from sandkasten.images.catalog import Image
 from sandkasten.model import Limits
-from sandkasten.model.errors import SandkastenError
 
 log = logging.getLogger(__name__)
 

@@ -36,9 +36,7 @@ from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.admission.secrets import NO_SECRETS
 from sandkasten.config import Config, PoolSize
-from sandkasten.images.catalog import Image
-from sandkasten.model import EventType, Session, SessionSpec, WarmProcess
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Capacity,
     Conflict,
     DiskReserve,
@@ -48,6 +46,8 @@ from sandkasten.model.errors import (
     SandkastenError,
     StoreFailed,
 )
+from sandkasten.images.catalog import Image
+from sandkasten.model import EventType, Session, SessionSpec, WarmProcess
 from sandkasten.model.network import Network
 from sandkasten.model.node import PoolInfo
 from sandkasten.store.sessions import SessionRecord

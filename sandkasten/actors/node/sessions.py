@@ -35,9 +35,9 @@ from sandkasten.admission.budget import Budget, MachineResources
 from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
 from sandkasten.counters import node as capacity
+from sandkasten.errors import ActorGone, Conflict, SandboxError, SandkastenError
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import Session, SessionSpec, Status, WarmProcess
-from sandkasten.model.errors import ActorGone, Conflict, SandboxError, SandkastenError
 from sandkasten.model.lifecycle import IN_KERNEL, LIVE, WHOLE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery, page_of
 from sandkasten.model.node import Amounts, PoolInfo

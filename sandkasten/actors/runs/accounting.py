@@ -30,9 +30,9 @@ from runner.wire.protocol import ExecReply
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Run, RunObserver, Shell
 from sandkasten.counters.cgroup import UNKNOWN, CgroupStats
+from sandkasten.errors import ExecGone
 from sandkasten.journal.egress import SessionDenials
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Stream, Usage
-from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import OutputLog
 
 _SIGKILL = 9

@@ -19,8 +19,8 @@ from sandkasten.actors.runs.persistence import Keep, age_s, is_orphan, restored
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.errors import RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.model import ExecKind, Stream
-from sandkasten.model.errors import RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.output.disk import WrittenRun
 from sandkasten.output.records import BadRecord, RunFacts, RunState
 from sandkasten.output.store import SessionOutput

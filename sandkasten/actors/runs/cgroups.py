@@ -16,7 +16,7 @@ from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import RunCgroup, call, make_run_cgroup
 from sandkasten.counters.cgroup import GroupStats
-from sandkasten.model.errors import BuildFailed, Capacity, SandkastenError
+from sandkasten.errors import BuildFailed, Capacity, SandkastenError
 
 log = logging.getLogger(__name__)
 

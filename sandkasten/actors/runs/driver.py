@@ -15,9 +15,7 @@ from runner.wire.protocol import Kind
 from sandkasten.actors.core import unwrap
 from sandkasten.actors.runs.run import PATIENCE_S, Run, RunRequest
 from sandkasten.actors.services.nsinit import RunCgroup
-from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
-from sandkasten.model import Stream, StreamsMode
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Capacity,
     Conflict,
     ExecEnded,
@@ -29,6 +27,8 @@ from sandkasten.model.errors import (
     ShellFailed,
     ShellNotFound,
 )
+from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
+from sandkasten.model import Stream, StreamsMode
 
 
 def request_of(

@@ -36,8 +36,8 @@ import trio
 from runner.wire import protocol
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
 from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect, Output
-from sandkasten.model.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
 from sandkasten.model.run import is_made
 from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import Records, SessionOutput

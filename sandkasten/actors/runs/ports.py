@@ -13,9 +13,9 @@ import trio
 from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.errors import RunnerLost, RunnerProtocolError
 from sandkasten.links.runner import RunnerConnection, decode_answer
 from sandkasten.model import EventType, Port
-from sandkasten.model.errors import RunnerLost, RunnerProtocolError
 
 _MAX_PORTS = 1024
 _MAX_PORT = 65535

@@ -21,6 +21,7 @@ import trio
 from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten import logcontext
 from sandkasten.actors.core import Reply
+from sandkasten.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
 from sandkasten.links.runner import RunnerConnection
 from sandkasten.logcontext import Trace
 from sandkasten.model import (
@@ -37,7 +38,6 @@ from sandkasten.model import (
     Stream,
     TerminalSize,
 )
-from sandkasten.model.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
 from sandkasten.model.run import make_exec_id
 from sandkasten.output.log import LogReader, OutputLog, ReaderMode
 from sandkasten.output.records import Input

@@ -29,9 +29,7 @@ from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.runs.shells import Shells
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
-from sandkasten.journal.egress import SessionDenials
-from sandkasten.model import Cause, EventType, ExecEnd, ExecInfo, ExecKind, TerminalSize
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Capacity,
     Conflict,
     ExecEnded,
@@ -41,6 +39,8 @@ from sandkasten.model.errors import (
     ShellBusy,
     ShuttingDown,
 )
+from sandkasten.journal.egress import SessionDenials
+from sandkasten.model import Cause, EventType, ExecEnd, ExecInfo, ExecKind, TerminalSize
 from sandkasten.output.store import SessionOutput
 
 MAX_ACTIVE = 80

@@ -7,9 +7,9 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 import trio
 
+from sandkasten.errors import RunnerProtocolError, SandkastenError
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Cause, EventType
-from sandkasten.model.errors import RunnerProtocolError, SandkastenError
 
 A = TypeVar("A")
 Ts = TypeVarTuple("Ts")

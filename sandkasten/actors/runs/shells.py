@@ -13,8 +13,8 @@ from runner.wire import protocol
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Shell
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.errors import Capacity, Conflict, ExecEnded, InvalidRequest, ShellNotFound
 from sandkasten.model import DEFAULT_SHELL, SHELL_NAME, EventType, ShellInfo, ShellSpec
-from sandkasten.model.errors import Capacity, Conflict, ExecEnded, InvalidRequest, ShellNotFound
 
 
 class Shells:

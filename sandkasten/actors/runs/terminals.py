@@ -20,6 +20,7 @@ from sandkasten.actors.runs.accounting import cut_short
 from sandkasten.actors.runs.run import Run, RunClaim, RunObserver, RunRequest, Shell
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.errors import Capacity, ExecEnded, ExecGone, PermissionDenied, TerminalNotFound
 from sandkasten.model import (
     Cause,
     ExecEnd,
@@ -32,7 +33,6 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
-from sandkasten.model.errors import Capacity, ExecEnded, ExecGone, PermissionDenied, TerminalNotFound
 
 SCROLLBACK_BYTES = 256 * 1024
 WINDOW_BYTES = 128 * 1024

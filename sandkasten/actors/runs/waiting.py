@@ -14,8 +14,8 @@ import trio
 
 from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Run, RunObserver
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import ExecEnd, ExecResult, Gap, Output, Stream, Waited, WaitFor
-from sandkasten.model.errors import InvalidRequest
 from sandkasten.output.log import ReaderMode
 
 _QUIET_S = 0.1

@@ -21,10 +21,10 @@ from egress.brokering import SecretFacts
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.admission.secrets import NO_SECRETS, SecretTexts
+from sandkasten.errors import EgressUnavailable, InvalidRequest, SecretNotFound, SecretsOff
 from sandkasten.links.broker import BrokerLink
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, keep_running
-from sandkasten.model.errors import EgressUnavailable, InvalidRequest, SecretNotFound, SecretsOff
 from sandkasten.model.network import Network, NewSecret
 
 log = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.images import DescribeImages, Resolve
 from sandkasten.actors.services.nsinit import ask_store
 from sandkasten.crash import Crash, Point
+from sandkasten.errors import Conflict, DigestMismatch, InvalidImage, SandkastenError
 from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, asking
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns, publish
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import Conflict, DigestMismatch, InvalidImage, SandkastenError
 from sandkasten.model.image import CommitSpec, ImageDescription
 
 COPY_S = 900.0

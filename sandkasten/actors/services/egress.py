@@ -38,13 +38,7 @@ from sandkasten.admission.network import bridge_rules, rules_in_force
 from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
 from sandkasten.counters.node import read_link
-from sandkasten.journal.egress import EgressLogs
-from sandkasten.journal.ring import Journal
-from sandkasten.links.egress import EgressLink
-from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, find_egress, keep_running
-from sandkasten.model import EventType, Session
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     BuildFailed,
     Conflict,
     EgressUnavailable,
@@ -56,6 +50,12 @@ from sandkasten.model.errors import (
     SecretsOff,
     Unavailable,
 )
+from sandkasten.journal.egress import EgressLogs
+from sandkasten.journal.ring import Journal
+from sandkasten.links.egress import EgressLink
+from sandkasten.links.fds import OwnedFd
+from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, find_egress, keep_running
+from sandkasten.model import EventType, Session
 from sandkasten.model.network import EgressEntry, EgressLogging, EgressVerdict, Network, NetworkCounters, NetworkMode
 
 log = logging.getLogger(__name__)

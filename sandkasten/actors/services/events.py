@@ -19,9 +19,9 @@ import trio
 
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.services.store import do
+from sandkasten.errors import CursorGone, SandkastenError, ShuttingDown, StoreFailed
 from sandkasten.journal.ring import OLDEST, Journal
 from sandkasten.model import Event
-from sandkasten.model.errors import CursorGone, SandkastenError, ShuttingDown, StoreFailed
 from sandkasten.store.events import append_events, open_journal, purge_events, read_events
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ import trio
 
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.nsinit import ThreadLink
+from sandkasten.errors import SandkastenError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.exporting import export_image
 from sandkasten.images.layers import Layers
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import SandkastenError
 from sandkasten.model.image import Compression
 
 Export = AbstractAsyncContextManager[Callable[[], Awaitable[bytes]]]

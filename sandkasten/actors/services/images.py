@@ -15,11 +15,11 @@ from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import ask_store
+from sandkasten.errors import ImageInUse, InvalidImage, SandboxError
 from sandkasten.images.catalog import Catalog, Image, Stamp
 from sandkasten.images.describing import describe, held_by, uses_of
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.pulling import PullTurns
-from sandkasten.model.errors import ImageInUse, InvalidImage, SandboxError
 from sandkasten.model.image import ImageDescription, ImageUses, Pruned
 from sandkasten.model.workspace import EVERYWHERE, Within, is_within
 

@@ -21,6 +21,7 @@ from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.store import do
 from sandkasten.config import ConfigError, ImagesSettings
 from sandkasten.crash import Crash
+from sandkasten.errors import Conflict, JobNotFound, Overloaded, SandkastenError
 from sandkasten.images.catalog import Catalog, check_name
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.credentials import Credentials, read_credentials
@@ -28,7 +29,6 @@ from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import NewImage, Pull, PullTarget, PullTerms, PullTurns
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.registry.source import RegistrySource
-from sandkasten.model.errors import Conflict, JobNotFound, Overloaded, SandkastenError
 from sandkasten.model.job import (
     INTERRUPTED,
     JOB_ID,

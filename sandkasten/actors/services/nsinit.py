@@ -25,11 +25,11 @@ import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, R, Ref
+from sandkasten.errors import ActorGone, BuildFailed, BuildInterrupted, NsinitLost
 from sandkasten.images.layers import refusal_of
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import NsinitAnswer, NsinitLink, failure_text, is_passing
 from sandkasten.links.processes import ChildProcess, StartNsinit, forward_log, start_as_child
-from sandkasten.model.errors import ActorGone, BuildFailed, BuildInterrupted, NsinitLost
 
 P = ParamSpec("P")
 

@@ -30,10 +30,10 @@ from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
 from sandkasten.admission.previews import is_admitted, preview_url, published_url, sign_preview
 from sandkasten.config import PreviewSettings
+from sandkasten.errors import Capacity, Conflict, SandkastenError, SessionPaused
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, keep_running
 from sandkasten.model import Status
-from sandkasten.model.errors import Capacity, Conflict, SandkastenError, SessionPaused
 from sandkasten.model.lifecycle import USABLE
 from sandkasten.model.network import EVERY_PORT, Preview, PreviewAccess, SignedPreview
 

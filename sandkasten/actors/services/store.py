@@ -23,7 +23,7 @@ import trio
 from sandkasten.actors.core import DEFERRED, Actor, Ask, R, Ref, Reply
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.counters.metrics import Metrics
-from sandkasten.model.errors import SandkastenError, StoreFailed, StoreFull
+from sandkasten.errors import SandkastenError, StoreFailed, StoreFull
 from sandkasten.store.database import is_broken, lacks_room, open_database
 from sandkasten.store.sessions import SessionRecord, put_session
 

@@ -91,6 +91,17 @@ from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, end_error,
 from sandkasten.admission.plan import check_spans, plan_sandbox
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.crash import Point
+from sandkasten.errors import (
+    ActorGone,
+    BuildFailed,
+    BuildInterrupted,
+    Capacity,
+    Overloaded,
+    RunnerLost,
+    RunnerProtocolError,
+    SandboxError,
+    SandkastenError,
+)
 from sandkasten.journal.egress import SessionDenials
 from sandkasten.links.runner import RunnerLink
 from sandkasten.log import rfc3339_or_none
@@ -105,17 +116,6 @@ from sandkasten.model import (
     SessionStats,
     ShellInfo,
     Status,
-)
-from sandkasten.model.errors import (
-    ActorGone,
-    BuildFailed,
-    BuildInterrupted,
-    Capacity,
-    Overloaded,
-    RunnerLost,
-    RunnerProtocolError,
-    SandboxError,
-    SandkastenError,
 )
 from sandkasten.model.lifecycle import ENDED, STANDING, USABLE, WHOLE, Trigger, next_status
 from sandkasten.store.sessions import KernelIdentity, SessionRecord

@@ -24,16 +24,16 @@ from sandkasten.actors.services.directory import Shared
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved
 from sandkasten.config import DiskSettings, Maximum
-from sandkasten.host.paths import DataPaths
-from sandkasten.images.catalog import Image
-from sandkasten.links.runner import RunnerLink
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     InvalidRequest,
     RunnerLost,
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
 )
+from sandkasten.host.paths import DataPaths
+from sandkasten.images.catalog import Image
+from sandkasten.links.runner import RunnerLink
 from sandkasten.model.network import PreviewSpec
 from sandkasten.output.records import Seal
 

@@ -25,8 +25,7 @@ from sandkasten.actors.session.record import LiveRecord
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
 from sandkasten.admission.secrets import check_secret_env
 from sandkasten.config import DiskSettings
-from sandkasten.model import EventType, Limits, Session, SessionPatch
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     BuildFailed,
     BuildInterrupted,
     Capacity,
@@ -37,6 +36,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
+from sandkasten.model import EventType, Limits, Session, SessionPatch
 from sandkasten.model.network import Network, NetworkMode
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
+from sandkasten.errors import SandkastenError
 from sandkasten.model import EndReason, EventType, Session, Status
-from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import END_REASONS, Trigger, next_status
 
 log = logging.getLogger(__name__)

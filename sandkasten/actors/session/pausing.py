@@ -22,8 +22,8 @@ from sandkasten.actors.services.nsinit import ask_patiently, call
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord, age_s
+from sandkasten.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
 from sandkasten.model import FOREVER_S, AtEnd, EventType, Pause, PauseSpec, Status
-from sandkasten.model.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
 from sandkasten.model.lifecycle import WHOLE, Trigger, next_status
 
 log = logging.getLogger(__name__)

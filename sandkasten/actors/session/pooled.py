@@ -27,9 +27,9 @@ from sandkasten.actors.session.messages import Claim
 from sandkasten.actors.session.previews import SessionPreviews
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.crash import Point
+from sandkasten.errors import ActorGone, RunnerLost, SandboxError, SandkastenError
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Session, Status, WaitFor, WarmProcess
-from sandkasten.model.errors import ActorGone, RunnerLost, SandboxError, SandkastenError
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)

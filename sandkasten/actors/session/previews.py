@@ -19,9 +19,9 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services.previews import CloseDoors, PublishPort
 from sandkasten.actors.session.record import LiveRecord
+from sandkasten.errors import Capacity, Conflict, PreviewNotFound, SandkastenError
 from sandkasten.log import rfc3339
 from sandkasten.model import EventType
-from sandkasten.model.errors import Capacity, Conflict, PreviewNotFound, SandkastenError
 from sandkasten.model.network import EVERY_PORT, MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
 from sandkasten.store.sessions import SessionRecord
 

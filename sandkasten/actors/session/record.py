@@ -20,8 +20,8 @@ from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.lease import Lease
+from sandkasten.errors import SandkastenError
 from sandkasten.model import FOREVER_S, Session
-from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import Trigger, next_status
 from sandkasten.store.sessions import Clocked, SessionRecord, delete_session, put_session
 

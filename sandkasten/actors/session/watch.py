@@ -23,9 +23,7 @@ from nsinit.wire.protocol import FindOomKills, OomKills
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
-from sandkasten.links.fds import OomEvent, wait_ended
-from sandkasten.model import Session, Status
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     ActorGone,
     ExecEnded,
     RunnerLost,
@@ -34,6 +32,8 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
+from sandkasten.links.fds import OomEvent, wait_ended
+from sandkasten.model import Session, Status
 from sandkasten.model.lifecycle import END_REASONS, ENDED, STANDING, WHOLE, Trigger, ended_error, next_status
 
 T = TypeVar("T")

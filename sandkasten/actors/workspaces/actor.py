@@ -24,9 +24,9 @@ from sandkasten.actors.workspaces.files import IDLE_S, FileSandboxes
 from sandkasten.actors.workspaces.holds import HAVING, Hold, Holds, Use
 from sandkasten.actors.workspaces.records import QuotaPolicy, Register, busy, exists, explain, require_growth
 from sandkasten.crash import Crash, Point
+from sandkasten.errors import BuildFailed, SandkastenError, WorkspaceNotFound
 from sandkasten.host.paths import DataPaths
 from sandkasten.links.runner import RunnerLink
-from sandkasten.model.errors import BuildFailed, SandkastenError, WorkspaceNotFound
 from sandkasten.model.lifecycle import ENDED
 from sandkasten.model.workspace import (
     EVERYWHERE,

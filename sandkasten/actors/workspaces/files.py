@@ -34,10 +34,7 @@ from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_u
 from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.records import not_found
 from sandkasten.crash import Crash, Point
-from sandkasten.host.paths import DataPaths
-from sandkasten.links.fds import wait_ended
-from sandkasten.links.runner import Pool, RunnerConnection, RunnerLink, check_piece, decode_answer
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     BuildFailed,
     Capacity,
     Conflict,
@@ -57,6 +54,9 @@ from sandkasten.model.errors import (
     TooLarge,
     WorkInterrupted,
 )
+from sandkasten.host.paths import DataPaths
+from sandkasten.links.fds import wait_ended
+from sandkasten.links.runner import Pool, RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model.workspace import (
     MAX_UPLOADS,
     UPLOAD_S,

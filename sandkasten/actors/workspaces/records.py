@@ -20,7 +20,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import ask_patiently, call
 from sandkasten.actors.services.nsinit import list_workspaces as list_directories
 from sandkasten.actors.services.store import do
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     BuildFailed,
     Conflict,
     DiskFull,

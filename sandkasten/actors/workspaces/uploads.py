@@ -18,7 +18,7 @@ from runner.wire.protocol import Done, DropUpload
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.files import LocalFiles
-from sandkasten.model.errors import SandkastenError, SessionExpired, SessionNotFound, WorkspaceNotFound
+from sandkasten.errors import SandkastenError, SessionExpired, SessionNotFound, WorkspaceNotFound
 from sandkasten.model.workspace import UPLOAD_S, Upload
 from sandkasten.store.uploads import end_upload, old_uploads
 

@@ -28,7 +28,7 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import check_value_count
 from sandkasten.api.resources.file_contents import ANY_SIZE
-from sandkasten.model.errors import InvalidRequest, SandkastenError
+from sandkasten.errors import InvalidRequest, SandkastenError
 
 Unary = Callable[[EnvdRequest, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 ServerStream = Callable[[EnvdRequest, Mapping[str, Any], Writing], Awaitable[None]]

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import orjson
 
+from sandkasten import errors
 from sandkasten.api.http.errors import Answer, error_answer, error_body, json_answer
 from sandkasten.api.http.json import encode_json
 from sandkasten.api.resources.fields import parse
-from sandkasten.model import errors
-from sandkasten.model.errors import InvalidRequest, SandkastenError, TooLarge
+from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
 
 T = TypeVar("T")
 

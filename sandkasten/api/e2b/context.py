@@ -20,8 +20,8 @@ import trio
 from sandkasten.api.e2b.connect import Code, ConnectError
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.resources.fields import file_path, spell_path
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import Session
-from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import Supervisor
 
 T = TypeVar("T")

@@ -44,9 +44,7 @@ from sandkasten.api.resources.fields import (
     read_request,
 )
 from sandkasten.api.resources.network import Rules
-from sandkasten.log import rfc3339
-from sandkasten.model import IMAGE_REFERENCE, AtEnd, PauseSpec, Session, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Conflict,
     InvalidImage,
     InvalidRequest,
@@ -55,6 +53,8 @@ from sandkasten.model.errors import (
     RouteNotFound,
     SessionNotFound,
 )
+from sandkasten.log import rfc3339
+from sandkasten.model import IMAGE_REFERENCE, AtEnd, PauseSpec, Session, SessionPatch, SessionSpec, Status
 from sandkasten.model.keys import Access
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery, parse_cursor

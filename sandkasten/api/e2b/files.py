@@ -21,7 +21,7 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.resources.fields import read_query
 from sandkasten.api.resources.file_contents import ANY_SIZE, BYTES, send_content
 from sandkasten.api.resources.files import FORM, Parts
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from sandkasten.model.workspace import WRITE_S
 
 _GZIP = 16 + zlib.MAX_WBITS

@@ -37,7 +37,7 @@ from sandkasten.api.e2b.context import EnvdRequest, shown
 from sandkasten.api.e2b.process import Writing, signs_of_life
 from sandkasten.api.resources.fields import add_kinds
 from sandkasten.api.resources.file_search import messages
-from sandkasten.model.errors import FileNotFound, InvalidRequest, NotADirectory, SandkastenError
+from sandkasten.errors import FileNotFound, InvalidRequest, NotADirectory, SandkastenError
 from sandkasten.model.workspace import WRITE_S
 
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import attrs
 import trio
 
-from sandkasten import logcontext
+from sandkasten import errors, logcontext
 from sandkasten.api.e2b import files, filesystem, ports, process
 from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_stream
 from sandkasten.api.e2b.connect import GONE, SandboxGone
@@ -44,8 +44,8 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange, one_header, parse_query
 from sandkasten.api.http.guard import Scope
 from sandkasten.api.http.routing import Route, RouteKind, RouteMatch, RouteTable, Target
-from sandkasten.model import SESSION_ID, Session, Status, errors
-from sandkasten.model.errors import Unauthorized
+from sandkasten.errors import Unauthorized
+from sandkasten.model import SESSION_ID, Session, Status
 from sandkasten.model.keys import CONFIGURED, CONFIGURED_ID, LOCAL, LOCAL_ID, Access, ApiKey
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery

@@ -31,8 +31,7 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.json import check_value_count, encode_json
 from sandkasten.api.resources.fields import Environment
 from sandkasten.config import PoolSize
-from sandkasten.model import ExecInfo, ExecState, ProcessSpec, Stream, StreamsMode, WarmProcess
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     CommandTimeout,
     ExecEnded,
     ExecGone,
@@ -44,6 +43,7 @@ from sandkasten.model.errors import (
     RouteNotFound,
     SandkastenError,
 )
+from sandkasten.model import ExecInfo, ExecState, ProcessSpec, Stream, StreamsMode, WarmProcess
 from sandkasten.supervisor import ExecStream, Supervisor
 
 INTERPRETER_PORT = "49999"

@@ -12,6 +12,7 @@ import attrs
 import h11
 import trio
 
+from sandkasten import errors
 from sandkasten.api.e2b.connect import SandboxGone
 from sandkasten.api.e2b.sandboxes import TRAFFIC_TOKEN, find_ports
 from sandkasten.api.http.auth import Gate
@@ -19,7 +20,7 @@ from sandkasten.api.http.connection import ClientGone, Leave
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.guard import LEAVE_KEY, has_body
 from sandkasten.api.resources.file_contents import ANY_SIZE
-from sandkasten.model import Session, errors
+from sandkasten.model import Session
 from sandkasten.model.network import PORT_BOUNDS, SignedPreview
 
 _READ_BYTES = 64 * 1024

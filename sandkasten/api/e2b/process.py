@@ -27,8 +27,8 @@ from sandkasten.api.e2b.connect import (
 )
 from sandkasten.api.e2b.context import KERNEL_PREFIX, Command, EnvdRequest
 from sandkasten.api.resources.fields import MAX_ARGUMENTS, Cells, Environment, add_kinds, encodable
+from sandkasten.errors import ExecNotFound, InvalidRequest, RunnerLost
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecState, Output, ProcessSpec, Stream, StreamsMode, TerminalSize
-from sandkasten.model.errors import ExecNotFound, InvalidRequest, RunnerLost
 from sandkasten.model.run import MAX_TIMEOUT_MS
 
 Data = NewType("Data", bytes)

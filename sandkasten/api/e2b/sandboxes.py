@@ -22,8 +22,7 @@ from typing import Literal
 import attrs
 import trio
 
-from sandkasten.model import Session, SessionPatch, Status
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     Conflict,
     Overloaded,
     PreviewNotFound,
@@ -31,6 +30,7 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
+from sandkasten.model import Session, SessionPatch, Status
 from sandkasten.model.network import EVERY_PORT, NetworkMode, SignedPreview
 from sandkasten.model.session import FOREVER_S
 from sandkasten.supervisor import Supervisor

@@ -28,8 +28,8 @@ import trio
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares, TokenBucket
 from sandkasten.api.http.guard import Scope
+from sandkasten.errors import Forbidden, PermissionDenied, SessionNotFound, Unauthorized
 from sandkasten.model import SESSION_ID
-from sandkasten.model.errors import Forbidden, PermissionDenied, SessionNotFound, Unauthorized
 from sandkasten.model.keys import CONFIGURED, LOCAL, Access, ApiKey, digest_of
 from sandkasten.supervisor import Supervisor
 

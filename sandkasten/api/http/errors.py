@@ -14,10 +14,9 @@ from typing import Any
 import attrs
 import trio
 
-from sandkasten import logcontext
+from sandkasten import errors, logcontext
 from sandkasten.api.http.json import Body, encode_json
-from sandkasten.model import errors
-from sandkasten.model.errors import SandkastenError
+from sandkasten.errors import SandkastenError
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from sandkasten.api.http.key_scope import own_workspaces
 from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
-from sandkasten.model.errors import InvalidRequest, SandkastenError, TooLarge
+from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.model.keys import NOBODY
 from sandkasten.supervisor import Files, Supervisor, WorkspaceSupervisor
 

@@ -24,12 +24,11 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import Handshake, WSStream
 from hypercorn.trio.tcp_server import TCPServer
 
-from sandkasten import logcontext
+from sandkasten import errors, logcontext
 from sandkasten.api.http.connection import GuardedStream
 from sandkasten.api.http.errors import Answer, error_answer, head_too_large
 from sandkasten.api.http.guard import App, RequestStream
 from sandkasten.api.http.websocket import WebSocketStream
-from sandkasten.model import errors
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ import orjson
 import trio
 from cattrs.gen import make_dict_unstructure_fn
 
+from sandkasten.errors import InvalidRequest
 from sandkasten.log import rfc3339
-from sandkasten.model.errors import InvalidRequest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

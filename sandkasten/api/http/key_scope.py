@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
+from sandkasten.errors import Forbidden, SessionNotFound
 from sandkasten.model import Event, Session, SessionPatch, SessionSpec
-from sandkasten.model.errors import Forbidden, SessionNotFound
 from sandkasten.model.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
 from sandkasten.model.lifecycle import ENDED
 from sandkasten.model.listing import LabelSelector, SessionQuery

@@ -14,7 +14,7 @@ import attrs
 import trio
 
 from sandkasten.api.http.guard import Receive, Scope, Send
-from sandkasten.model.errors import InvalidRequest, NotInstalled, Overloaded
+from sandkasten.errors import InvalidRequest, NotInstalled, Overloaded
 
 if TYPE_CHECKING:
     from sandkasten.mcp.server import Mounted

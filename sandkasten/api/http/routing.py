@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import attrs
 
 from sandkasten.api.http.auth import Needs
-from sandkasten.model.errors import SandkastenError
+from sandkasten.errors import SandkastenError
 
 _ABSOLUTE = re.compile(r"https?://([A-Za-z0-9._~:\[\]-]+)(/.*)?\Z", re.IGNORECASE)
 """Scheme, authority and path. No user (RFC 9110 §4.2.4) and nothing encoded in the authority."""

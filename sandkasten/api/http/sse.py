@@ -21,8 +21,8 @@ import attrs
 
 from sandkasten.api.http.errors import ErrorBody, Headers, error_body
 from sandkasten.api.http.json import Body, encode_ascii, to_plain
+from sandkasten.errors import SandkastenError
 from sandkasten.model import Stream
-from sandkasten.model.errors import SandkastenError
 
 SSE_HEADERS: Headers = (
     ("content-type", "text/event-stream"),

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import trio
 from backports.zstd import DecompressionParameter, ZstdCompressor, ZstdDecompressor, ZstdError
 
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 
 MAGIC = b"\x28\xb5\x2f\xfd"
 PIECE_BYTES = 256 * 1024

@@ -24,8 +24,8 @@ from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.sse import SSE_HEADERS, error_event
 from sandkasten.api.resources.fields import EventTypes, read_head, read_query
 from sandkasten.api.resources.run_output import PreferredWait
+from sandkasten.errors import SandkastenError
 from sandkasten.model import Event, EventType
-from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import EventStream
 
 

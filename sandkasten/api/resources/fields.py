@@ -28,6 +28,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from runner.wire.protocol import MAX_CONTEXT, MAX_EDITS, MAX_MATCHES, MAX_SEARCHED_BYTES
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import (
     ACCOUNT,
     ACCOUNT_RULE,
@@ -48,7 +49,6 @@ from sandkasten.model import (
     Stream,
     StreamsMode,
 )
-from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
 
 T = TypeVar("T")

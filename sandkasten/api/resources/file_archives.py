@@ -20,7 +20,7 @@ from sandkasten.api.http.json import Body
 from sandkasten.api.http.zstandard import MAGIC
 from sandkasten.api.resources.fields import FileArchiveFormat, FileId, FilePath, read_query
 from sandkasten.api.resources.file_entries import HERE, Placed
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from sandkasten.model.workspace import MAX_UNPACKED, WRITE_S
 from sandkasten.supervisor import FileStream
 

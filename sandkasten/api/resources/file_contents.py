@@ -29,7 +29,7 @@ from sandkasten.api.resources.fields import (
     spell_path,
 )
 from sandkasten.api.resources.file_entries import Placed
-from sandkasten.model.errors import (
+from sandkasten.errors import (
     PreconditionFailed,
     RangeNotSatisfiable,
     RunnerProtocolError,

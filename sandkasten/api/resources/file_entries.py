@@ -35,7 +35,7 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.model.errors import FileNotFound, RunnerProtocolError
+from sandkasten.errors import FileNotFound, RunnerProtocolError
 
 HERE = FilePath(".")
 FIRST_PAGE = NameCursor("")

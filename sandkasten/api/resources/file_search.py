@@ -31,7 +31,7 @@ from sandkasten.api.resources.fields import (
     spell_path,
 )
 from sandkasten.api.resources.file_entries import HERE, Placed
-from sandkasten.model.errors import RunnerProtocolError, SandkastenError
+from sandkasten.errors import RunnerProtocolError, SandkastenError
 from sandkasten.supervisor import FileStream
 
 T = TypeVar("T")

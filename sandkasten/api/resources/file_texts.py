@@ -36,7 +36,7 @@ from sandkasten.api.resources.fields import (
     spell_path,
 )
 from sandkasten.api.resources.file_entries import HERE, Placed, entries_at
-from sandkasten.model.errors import Ambiguous, Conflict, PreconditionFailed, RunnerProtocolError
+from sandkasten.errors import Ambiguous, Conflict, PreconditionFailed, RunnerProtocolError
 
 _FIRST = Line(1)
 _MAX_TEXT_BYTES = 2 * 1024 * 1024

@@ -38,7 +38,7 @@ from sandkasten.api.resources.fields import (
 from sandkasten.api.resources.file_contents import ANY_SIZE, WriteHead, put_answer, receive_into
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.sessions import DoneBody
-from sandkasten.model.errors import Conflict, TooLarge
+from sandkasten.errors import Conflict, TooLarge
 from sandkasten.model.workspace import UPLOAD_S, WRITE_S, Upload, UploadSpec
 
 OFFSET_HEADER = "upload-offset"

@@ -19,7 +19,7 @@ from sandkasten.api.http.sse import PING, SSE_HEADERS, error_event, event
 from sandkasten.api.resources.fields import FilePath, read_query, spell_path
 from sandkasten.api.resources.file_entries import HERE, Placed
 from sandkasten.api.resources.file_search import messages
-from sandkasten.model.errors import SandkastenError
+from sandkasten.errors import SandkastenError
 
 
 @attrs.frozen(kw_only=True)

@@ -42,7 +42,7 @@ from sandkasten.api.resources.fields import (
     spell_path,
 )
 from sandkasten.api.resources.file_entries import Placed
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from sandkasten.api.resources.fields import ListLimit, Matching, Text, Token, ad
 from sandkasten.api.resources.fields import read_request as read_body
 from sandkasten.api.resources.file_archives import check_type
 from sandkasten.api.resources.file_contents import ANY_SIZE
+from sandkasten.errors import SandkastenError
 from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import SandkastenError
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase, PullSpec
 
 ImageName = NewType("ImageName", str)

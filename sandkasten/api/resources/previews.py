@@ -12,8 +12,8 @@ from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import add_kinds, member_of, read_request
 from sandkasten.api.resources.network import HostPort, PreviewPort, PreviewTtl
 from sandkasten.api.resources.sessions import DoneBody
+from sandkasten.errors import PreviewNotFound
 from sandkasten.log import rfc3339
-from sandkasten.model.errors import PreviewNotFound
 from sandkasten.model.network import PORT_BOUNDS, Preview, PreviewAccess, PreviewSpec
 
 add_kinds({PreviewAccess: member_of(PreviewAccess)})

@@ -47,8 +47,8 @@ from sandkasten.api.resources.fields import (
     OutputFields,
     add_kinds,
 )
+from sandkasten.errors import CommandTimeout, SandkastenError
 from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
-from sandkasten.model.errors import CommandTimeout, SandkastenError
 from sandkasten.model.network import EgressDenial
 from sandkasten.sdk.text import OutputText
 from sandkasten.supervisor import ExecStream

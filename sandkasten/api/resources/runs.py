@@ -71,6 +71,7 @@ from sandkasten.api.resources.run_output import (
     timeout_error,
 )
 from sandkasten.api.resources.sessions import DoneBody
+from sandkasten.errors import ExecNotFound, InvalidImage, TooLarge
 from sandkasten.model import (
     DEFAULT_SHELL,
     ExecInfo,
@@ -88,7 +89,6 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.errors import ExecNotFound, InvalidImage, TooLarge
 from sandkasten.model.run import make_exec_id
 
 T = TypeVar("T")

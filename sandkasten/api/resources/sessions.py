@@ -59,6 +59,7 @@ from sandkasten.api.resources.network import (
     SessionEnvironmentPatch,
     split_environment,
 )
+from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import (
     FOREVER_S,
     IMAGE_REFERENCE,
@@ -74,7 +75,6 @@ from sandkasten.model import (
     Status,
     StreamsMode,
 )
-from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, parse_cursor
 from sandkasten.model.network import NetworkMode

@@ -45,7 +45,7 @@ from sandkasten.api.resources.file_archives import (
 )
 from sandkasten.api.resources.file_entries import FIRST_PAGE, EntryBody
 from sandkasten.api.resources.sessions import DoneBody
-from sandkasten.model.errors import Conflict, InvalidRequest
+from sandkasten.errors import Conflict, InvalidRequest
 from sandkasten.model.workspace import (
     Workspace,
     WorkspacePatch,

@@ -32,8 +32,8 @@ from sandkasten.api.websocket.exec_messages import (
 )
 from sandkasten.api.websocket.messages import MAX_CREDIT_BYTES, encode_message
 from sandkasten.api.websocket.outbox import Lane, Outbox
+from sandkasten.errors import ExecEnded, ExecNotFound, InvalidRequest, Overloaded, SandkastenError
 from sandkasten.model import Cause, Output
-from sandkasten.model.errors import ExecEnded, ExecNotFound, InvalidRequest, Overloaded, SandkastenError
 from sandkasten.supervisor import ExecStream
 
 PIECE_BYTES = 64 * 1024

@@ -18,8 +18,8 @@ from sandkasten.api.resources.fields import parse_known_query
 from sandkasten.api.resources.file_watch import WatchQuery, changes
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.messages import encode_message
+from sandkasten.errors import SandkastenError
 from sandkasten.model import Event
-from sandkasten.model.errors import SandkastenError
 
 SUBPROTOCOL = "sandkasten.events.v1"
 WATCH_SUBPROTOCOL = "sandkasten.watch.v1"

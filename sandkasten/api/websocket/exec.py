@@ -39,8 +39,8 @@ from sandkasten.api.websocket.exec_messages import (
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.messages import MessageRefused, Ping, Pong, encode_message, reason_of
 from sandkasten.api.websocket.outbox import Outbox
+from sandkasten.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
 from sandkasten.model import TerminalSize
-from sandkasten.model.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.run import make_exec_id
 

@@ -35,8 +35,8 @@ from sandkasten.api.websocket.messages import (
     named_channel,
     parse_control,
 )
+from sandkasten.errors import InvalidRequest, SandkastenError
 from sandkasten.model import Stream
-from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 PROTOCOL = "sandkasten.exec.v1"
 

@@ -14,7 +14,7 @@ import attrs
 import orjson
 import trio
 
-from sandkasten import logcontext
+from sandkasten import errors, logcontext
 from sandkasten.api.http.auth import OPEN, Authenticator, Needs, admit
 from sandkasten.api.http.errors import STATUS
 from sandkasten.api.http.exchange import AsgiExchange
@@ -22,8 +22,8 @@ from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
 from sandkasten.api.websocket.messages import ErrorMessage, encode_message, reason_of
-from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
-from sandkasten.model.errors import SandkastenError
+from sandkasten.errors import SandkastenError
+from sandkasten.model import SESSION_ID, WORKSPACE_ID
 from sandkasten.model.keys import ApiKey
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.supervisor import Supervisor

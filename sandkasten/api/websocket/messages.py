@@ -17,7 +17,7 @@ from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Between, Cells, add_kinds
 from sandkasten.api.resources.run_output import EndBody
-from sandkasten.model.errors import InvalidRequest, SandkastenError
+from sandkasten.errors import InvalidRequest, SandkastenError
 
 KIB = 1024
 MAX_CHANNEL = 2**31

@@ -43,8 +43,8 @@ from sandkasten.api.websocket.terminal_messages import (
     parse_message,
     parse_query,
 )
+from sandkasten.errors import ExecEnded, SandkastenError
 from sandkasten.model import TerminalSize
-from sandkasten.model.errors import ExecEnded, SandkastenError
 from sandkasten.supervisor import TerminalViewer
 
 FRAME_BYTES = 32 * KIB

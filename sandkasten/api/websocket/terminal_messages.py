@@ -33,8 +33,8 @@ from sandkasten.api.websocket.messages import (
     Resize,
     parse_control,
 )
+from sandkasten.errors import SandkastenError
 from sandkasten.model import TerminalSize, TerminalSpec
-from sandkasten.model.errors import SandkastenError
 
 PROTOCOL = "sandkasten.terminal.v1"
 RAW_PROTOCOL = f"{PROTOCOL}.raw"

@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING
 import attrs
 import trio
 
+from sandkasten.errors import DigestMismatch, DiskFull, DiskReserve, RegistryRefused, TooLarge
 from sandkasten.images.registry.documents import Blob
-from sandkasten.model.errors import DigestMismatch, DiskFull, DiskReserve, RegistryRefused, TooLarge
 
 if TYPE_CHECKING:  # a daemon that pulls nothing does not load what speaks HTTP
     from sandkasten.images.registry.client import RegistryAnswer, RegistryClient

@@ -25,11 +25,11 @@ import orjson
 import trio
 
 from sandkasten.config import ImagesSettings
+from sandkasten.errors import DigestMismatch, RegistryRefused, RegistryUnauthorized, TooLarge
 from sandkasten.images.registry.credentials import Credentials
 from sandkasten.images.registry.dialing import AddressRefused, CheckedBackend, refusal
 from sandkasten.images.registry.documents import MAX_DOCUMENT_BYTES, MEDIA_TYPES
 from sandkasten.images.registry.reference import DIGEST, HUB, Reference
-from sandkasten.model.errors import DigestMismatch, RegistryRefused, RegistryUnauthorized, TooLarge
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol, TypeVar
 import attrs
 import orjson
 
+from sandkasten.errors import InvalidImage, InvalidReference, InvalidRequest, TooLarge
 from sandkasten.images.registry.reference import DIGEST, parse_reference
-from sandkasten.model.errors import InvalidImage, InvalidReference, InvalidRequest, TooLarge
 from sandkasten.model.image import ImageConfig
 
 MEDIA_TYPES: Final = (

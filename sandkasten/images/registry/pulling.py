@@ -17,6 +17,7 @@ import trio
 
 from sandkasten.config import MIB, ImagesSettings
 from sandkasten.crash import Crash, Point
+from sandkasten.errors import DiskFull, DiskReserve, InvalidImage, NsinitLost, TooLarge
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
     Blob,
@@ -27,7 +28,6 @@ from sandkasten.images.registry.documents import (
 )
 from sandkasten.images.registry.source import PullSource
 from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import DiskFull, DiskReserve, InvalidImage, NsinitLost, TooLarge
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import LayerPhase, LayerProgress
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import attrs
 
+from sandkasten.errors import InvalidReference
 from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import InvalidReference
 
 HUB: Final = "docker.io"
 _HUB_ALIASES = ("index.docker.io", "registry-1.docker.io", "registry.hub.docker.com")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import trio
 
+from sandkasten.errors import InvalidImage
 from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import Blob, Index, Manifest, Platform, read_document
 from sandkasten.images.registry.reference import Reference
-from sandkasten.model.errors import InvalidImage
 
 if TYPE_CHECKING:
     from sandkasten.images.registry.client import RegistryClient

@@ -17,10 +17,10 @@ from pathlib import Path
 import attrs
 import trio
 
+from sandkasten.errors import InvalidImage, SandkastenError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model import SessionSpec
-from sandkasten.model.errors import InvalidImage, SandkastenError
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import CANARY, Answers, Attempt, attempt
 

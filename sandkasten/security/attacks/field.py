@@ -21,9 +21,9 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, PoolSettings, PreviewSettings, ServerSettings
+from sandkasten.errors import Capacity, EgressUnavailable, NetworkNotSupported
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
-from sandkasten.model.errors import Capacity, EgressUnavailable, NetworkNotSupported
 from sandkasten.model.network import Network, NetworkMode
 from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.probes.attempt import CANARY, NotApplicable, OutsideFacts

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import trio
 
+from sandkasten.errors import SandkastenError
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import ExecSpec
-from sandkasten.model.errors import SandkastenError
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import CANARY, Answers, NotApplicable, attempt, collect
 

@@ -29,8 +29,8 @@ import attrs
 import trio
 
 from sandkasten.actors.runs.run import RunReader
+from sandkasten.errors import SessionExpired
 from sandkasten.model import ExecSpec, OnDisconnect, Output
-from sandkasten.model.errors import SessionExpired
 from sandkasten.security.attacks.field import SANDBOX, SMALL, Field
 from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 

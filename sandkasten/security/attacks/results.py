@@ -11,8 +11,8 @@ import signal
 
 import trio
 
+from sandkasten.errors import SandkastenError
 from sandkasten.model import ExecResult, ExecSpec, ShellSpec
-from sandkasten.model.errors import SandkastenError
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import Answers, attempt, collect
 

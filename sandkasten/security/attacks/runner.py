@@ -18,9 +18,9 @@ from pathlib import Path
 import trio
 
 from runner.wire.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind, encode_frame, encode_header
+from sandkasten.errors import RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
 from sandkasten.model import EventType, ExecSpec, Status
-from sandkasten.model.errors import RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.security.attacks.field import Field, put
 from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 

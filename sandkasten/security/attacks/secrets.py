@@ -27,8 +27,8 @@ import trio
 
 from egress import brokering as b
 from egress.protocol import SecretUse
+from sandkasten.errors import SandkastenError, SecretsOff
 from sandkasten.links.processes import STOP_S, start_egress_as_child
-from sandkasten.model.errors import SandkastenError, SecretsOff
 from sandkasten.model.network import Network, NetworkMode, NewSecret
 from sandkasten.security.attacks.field import Field, secret
 from sandkasten.security.probes.attempt import Answers, NotApplicable, attempt, collect

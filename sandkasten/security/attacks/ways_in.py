@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import attrs
 import trio
 
+from sandkasten.errors import PreviewsOff
 from sandkasten.model import ProcessSpec, WaitFor
-from sandkasten.model.errors import PreviewsOff
 from sandkasten.model.network import PreviewAccess, PreviewSpec
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import Answers, NotApplicable, attempt, collect

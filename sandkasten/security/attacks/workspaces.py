@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from runner.wire.protocol import Done, ListFiles, Listing, Pack, Packed, RemoveFile
-from sandkasten.model.errors import ClientError, PermissionDenied, SandboxError, SandkastenError, WorkInterrupted
+from sandkasten.errors import ClientError, PermissionDenied, SandboxError, SandkastenError, WorkInterrupted
 from sandkasten.security.attacks.archives import HOSTILE, Member, find_wrong, make_tar, tree
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.attacks.files import EXCHANGE, changed
