@@ -2,7 +2,8 @@
 
 `SandboxClient` speaks to a server from asyncio or trio, `sandkasten.sync.SandboxClient` from threads. `async with
 sandkasten.open_supervisor(config) as supervisor:` runs the supervisor tree inside any trio program; that needs the
-extra `server`. Names are imported on first use (PEP 562), so that the command line starts at once.
+extra `server`. Names are imported on first use (PEP 562), so that the command line starts at once. Begin
+with `docs/architecture.md`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Files of sessions on disk: the mechanisms that limit a session's disk, workspaces, volumes, and their removal.
 
-Imports `cgroup`, `wire` and `kernel`; `sandbox` and every package above import `storage`. Begin with `paths.py`, which
+Imports `wire` and `kernel`; `sandbox` and every package above import it. Begin with `paths.py`, which
 has every path in the data directory, then `mechanism.py`.
 """

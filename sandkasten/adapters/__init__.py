@@ -1,5 +1,5 @@
-"""Adapters that let agent frameworks use a sandbox, one file each; imported by nobody but the program that wants one.
+"""Adapters that let agent frameworks use a sandbox, one file each; for the programs that want them.
 
-Each imports its framework and the clients (`sandkasten.sdk`, `sandkasten.sync`, `sandkasten.errors`), and nothing else
-of ours. docs/agents.md says which to choose, and has an example of each.
+Imports the clients (`sdk`, `sync`, `mcp`), and in each file the framework; no package imports it. Begin with
+docs/agents.md, which says which to choose and has an example of each.
 """

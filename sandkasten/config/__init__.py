@@ -1,9 +1,8 @@
 """The configuration: frozen values with defaults and bounds (`values.py`), where they come from (`files.py`), and an
 operator's own system call filters (`seccomp.py`).
 
-Imports `model`, `installation` and the rules of `egress.policy` alone. Every layer above may read the values; only the
-command line reads files.
-Begin with `Config` in `values.py`.
+Imports `model` and `installation`, egress' rules and nsinit's wire contract. Every layer above may read the values;
+only the command line reads files. Begin with `Config` in `values.py`.
 """
 
 from sandkasten.config.values import GROUP_MARK as GROUP_MARK

@@ -1,6 +1,7 @@
-"""The image store on disk: the catalogue, imports from archives, systems of Debian packages, and the
-`host` image made from the machine's `/usr`.
+"""The image store on disk: the catalogue, imports from archives, systems of Debian packages, and the `host` image made
+from the machine's `/usr`.
 
-Blocking code; `actors/services/images.py` runs it in threads, the command line calls it directly. Stands on `model` and
-`config`, on nsinit's wire contract, and on `nsinit.spawn`, which starts the unpacker. Begin with `catalog.py`.
+Blocking code; `actors/services/images.py` runs it in threads. Imports `model`, `config`, `crash` and `image_names`,
+nsinit's wire contract, and `spawn`, which starts the unpacker; `actors`, `app` and above import it. Begin with
+`catalog.py`.
 """

@@ -2,6 +2,6 @@
 sandbox (`runner.py`).
 
 Owns the processes behind the first two (`processes.py`) and descriptors, those of the kernel's out-of-memory
-notifications among them (`fds.py`). Stands on `model`, `host` and the wire contracts; `actors` imports it. Begin with
-`runner.py`.
+notifications among them (`fds.py`). Imports `host`, `errors` and the wire contracts; `actors`, `app` and what stands
+above import it. Begin with `runner.py`.
 """

@@ -1,8 +1,8 @@
 """Values of the supervisor's interface: frozen attrs classes, free of HTTP, of I/O and of kernel details.
 
-Stands on `errors`, `image_names` and the bounds of nsinit's wire contract; everything may import it. The values of
-sessions, runs and events are importable from here; those of workspaces, the node, keys, lists and errors from their
-modules. Times are aware UTC datetimes in records and seconds as floats in durations; sizes carry their unit in the
+Imports `errors`, `image_names` and the bounds of nsinit's wire contract; everything may import it. The values of
+sessions, runs and events are importable from here; those of workspaces, the node, keys and lists from their modules.
+Times are aware UTC datetimes in records and seconds as floats in durations; sizes carry their unit in the
 name. Begin with `session.py`, then `lifecycle.py`, the table of a session's states.
 """
 

@@ -1,6 +1,6 @@
 """Python SDK: the asynchronous client. `sandkasten.sync` is its blocking twin, made from these files.
 
-Imports `sandkasten.errors` and nothing else of ours, and an HTTP library in one file. Begin with `client.py`:
+Imports `errors` and `contexts`, and an HTTP library in one file; every client above imports it. Begin with `client.py`:
 `SandboxClient` makes sessions; `session.py` says what a session can do, `run.py`, `files.py`, `terminal.py` its parts.
 `transport.py` sends and repeats, `streams.py` and `channels.py` resume; `wire.py`, `text.py` and `types.py` know the
 format and do no I/O. Names are imported on first use (PEP 562): the server needs `text.py` alone.

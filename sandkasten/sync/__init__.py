@@ -1,6 +1,7 @@
 """Python SDK: the blocking client, which threads may share. Names and arguments are those of `sandkasten.sdk`.
 
 `tests/sdk/twin.py` makes the files from the asynchronous ones, but for `waiting.py`; values and the wire are shared.
+Imports `sdk`, `contexts` and `errors`; programs import it. Begin with `client.py`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -343,3 +344,30 @@ def test_signals_are_received_by_the_command_line_alone() -> None:
         if attributes(path, "add_signal_handler", "open_signal_receiver", "set_wakeup_fd"):
             found.add(str(path.relative_to(ROOT)))
     assert found == {f"sandkasten/cli/{name}.py" for name in ("serve", "terminal")}
+
+
+PACKAGES = sorted(path.parent.relative_to(ROOT) for domain in LAYERS for path in (ROOT / domain).glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_a_package_says_what_it_imports_and_where_to_begin(package: Path) -> None:
+    """Packages beside it that it imports are named, and no others, unless the sentence says all or those below."""
+    text = " ".join((ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or "").split())
+    assert "Begin with" in text
+    assert re.search(r"\bimports? it\b|may (?:import|read)", text)
+    (said,) = re.findall(r"\bImports (.+?)(?:;|\.(?: |$))", text)
+    if re.search(r"\b(?:below|every|nothing|alone)\b", said):
+        return
+    name = ".".join(package.parts)
+    beside = {each.name for each in PACKAGES if each.parent == package.parent} - {package.name}
+    imported = {
+        edge[1].split(".")[len(package.parts) - 1] for edge in imports(name) if edge[1].startswith(f"{top(name)}.")
+    }
+    assert set(re.findall(r"`(\w+)`", said)) & beside == imported & beside
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_a_package_is_described_in_three_to_eight_lines(package: Path) -> None:
+    """Less says too little, and more belongs to the modules."""
+    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
+    assert 3 <= len(text.splitlines()) <= 8
