@@ -51,7 +51,7 @@ class LockWatch:
 
     count_fd: int
     _known: int = 0
-    """A number of objects that needs no look: with at most `MAX_LOCKS` more, no session is over for want of one."""
+    """A count of objects at which no session held too many. Until `MAX_LOCKS` more exist, none can."""
 
     @classmethod
     def open(cls) -> LockWatch:

@@ -129,7 +129,7 @@ class _Envelope:
 
 
 def _not_noted() -> None:
-    """A message of which nobody wants to be told besides the actor."""
+    """Do nothing: nobody observes the mailbox."""
 
 
 def _no_error() -> None:

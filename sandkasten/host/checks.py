@@ -366,13 +366,6 @@ def _inotify(host: Host) -> Check:
     return _judged("inotify", instances >= _MIN_INOTIFY, f"{instances} instances for each session")
 
 
-def _core_pattern(host: Host) -> Check:
-    """The kernel would start a handler as root, outside; a core limit of one byte keeps sandboxes from that."""
-    pattern = host.sysctls.get("kernel.core_pattern", "")
-    seen = "a handler" if pattern.startswith("|") else f"files ({pattern})"
-    return works("core_pattern", f"{seen}; sandboxes dump none: their limit is one byte")
-
-
 def _clock(host: Host) -> Check:
     """The time can't be earlier than this file was written."""
     seen = datetime.fromtimestamp(host.now_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -557,7 +550,6 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             falls_back=True,
             read=_inotify,
         ),
-        "core_pattern": CheckRow("core dumps", read=_core_pattern),
         "clock": CheckRow(
             "clock", "", "times in records are wrong", "`date -s TIME`, or a time service", falls_back=True, read=_clock
         ),

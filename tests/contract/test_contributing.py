@@ -36,8 +36,12 @@ def test_every_kind_of_change_has_an_example() -> None:
     """A setting, a route, a privileged request and a protection."""
     assert {path for path, _ in EXAMPLES} >= {
         "sandkasten/config/values.py",
+        "sandkasten/api/resources/keys.py",
         "sandkasten/api/routes.py",
+        "nsinit/wire/protocol.py",
         "nsinit/server/requests.py",
+        "sandkasten/actors/session/pausing.py",
+        "nsinit/tools/trials/processes.py",
         "sandkasten/host/checks.py",
     }
 

@@ -210,10 +210,6 @@ def test_what_is_scarce_is_told() -> None:
     assert judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "128"})).verdict is Verdict.WORKS
     assert judge("clock", Host(now_s=0, installed_s=1e9)).verdict is Verdict.FALLS_BACK
     assert judge("clock", Host(now_s=1e9, installed_s=1e9)).verdict is Verdict.WORKS
-    assert (
-        "one byte"
-        in judge("core_pattern", Host(sysctls={"kernel.core_pattern": "|/usr/lib/systemd/systemd-coredump %P"})).seen
-    )
 
 
 def test_pools_of_the_machine_that_are_too_small_for_all_sessions_come_with_the_line_that_sets_them() -> None:

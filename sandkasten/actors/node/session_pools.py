@@ -1,12 +1,12 @@
-"""Session pools: whole sessions made ahead of creates, each pool of one image. A create that asks for what they are
-takes one, and is answered without a mount or a new process.
+"""Session pools: whole sessions made ahead of creates, each pool of one image. A create whose request a member
+fits takes the member, and is answered without a mount or a new process.
 
 A member is a session as a create with every default makes it, with its final id, under the status `pool_idle`. No
 client finds it (`SessionDirectory.members`); admission counts it, and its lease has no end. It may have a process
 running (`WarmProcess`), and then is for creates that ask for that process. A claim is one message to the member's
 actor: the record becomes that of the client's session, then PID 1 is sent the client's variables, then the session
-shows itself. `node/sandbox_pool.py` is another thing, and the second line behind this one: sandboxes without a
-program and without a record, for creates that no member fits.
+shows itself. `node/sandbox_pool.py` serves the creates that no member fits: it keeps sandboxes without a program and
+without a record.
 
 `Refill` says how many members are wanted and when the next one may be made. `SessionPool` is one pool with the task
 that keeps it filled while no create is under way, `SessionPools` are all of them.

@@ -1,8 +1,8 @@
 """The account of a run: what the run used, and why it ended.
 
 **Usage.** The session's counters are read when the turn of a run begins and when it ends. A turn begins when the shell
-takes the run; a run that waits for its shell uses nothing. A run, a file transfer or a new shell that is there at any
-time of a turn, if only waiting for the same shell, is company: then the session's counters say nothing of one run. The
+takes the run; a run that waits for its shell uses nothing. Another run, a file transfer or a new shell during a turn is
+company, and so is a run that waits for the same shell: then the session's counters say nothing of one run. The
 CPU time of a command is that of its shell: a named shell has a run cgroup, and the default shell has the session's CPU
 time without the run cgroups and, once others have work for PID 1, without PID 1.
 

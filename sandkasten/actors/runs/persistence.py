@@ -170,8 +170,8 @@ log = logging.getLogger(__name__)
 
 LOAN_BYTES: Final = 256 * 1024
 LOAN_RUNS: Final = 32
-"""As long as all runs that PID 1 keeps have written no more, and no more of them have ended, the output of those that
-ended stays with PID 1. PID 1 gives up output of ended runs when it has four times as much of them."""
+"""Bounds of the output that is left with PID 1: bytes of all runs that PID 1 keeps, and the number of those that have
+ended. Beyond either, output of ended runs is written. PID 1 itself gives such output up at four times these."""
 
 _BEHIND_BYTES: Final = 1024 * 1024
 _ALL_BEHIND_BYTES: Final = 4 * 1024 * 1024

@@ -116,7 +116,7 @@ async def end_session(
         # Sockets in stock would keep the network namespace, too.
         await _or_log(services.previews.ask_again(CloseDoors(host.session_id)), own.session, "previews_not_closed")
     try:
-        async with services.expiries if has_waited else nullcontext():  # the turn of one that had not is its caller's
+        async with services.expiries if has_waited else nullcontext():  # an expiry without a grace period has its turn
             torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
     except SandkastenError as error:  # left to the next reconciliation
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})

@@ -99,9 +99,9 @@ class Lease:
     async def watch(
         self, on_end: Callable[[], Awaitable[None]], on_warning: Callable[[EndReason, float], None]
     ) -> None:
-        """Call `on_end` each time the end is reached. `WARNING_S` before each of the two ends call `on_warning` with
-        which it is and the seconds that remain, unless less than that was left when that end was set; setting it anew
-        moves the moment."""
+        """Call `on_end` each time the end is reached, and `on_warning` `WARNING_S` before each of the two ends, with
+        the kind of the end and the seconds that remain. An end that was set with less than `WARNING_S` left has no
+        warning. Setting an end anew moves its warning."""
         while True:
             with trio.CancelScope(deadline=self._alarm) as self._scope:
                 await trio.sleep_forever()
