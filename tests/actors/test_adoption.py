@@ -184,6 +184,9 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
         turns.queue(ref)
         nursery.start_soon(adopt, ref)
     await trio.testing.wait_all_tasks_blocked()
+    assert begun == []
+    turns.begin()
+    await trio.testing.wait_all_tasks_blocked()
     assert set(begun) == set(refs[:SLOW])
     refs[-1]._note_message()
     await trio.testing.wait_all_tasks_blocked()
@@ -194,6 +197,15 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
     await trio.testing.wait_all_tasks_blocked()
     assert set(begun) == {*refs[:SLOW], refs[-1], refs[SLOW + 1]}
     done.set()
+
+
+async def test_a_first_request_comes_before_all_that_nobody_waits_for(left: Left) -> None:
+    """Those who waited for the start have the daemon and nsinit for themselves."""
+    left.open_gates()
+    async with left.again() as tree:
+        await tree.supervisor.exec(left.ids[-1], ExecSpec(":"))
+        assert left.adopted[0] == left.ids[-1]
+        await left.until_adopting(COUNT)
 
 
 @pytest.mark.parametrize("version", [OLDEST_VERSION, FILES_VERSION - 1, FILES_VERSION, PROTOCOL_VERSION])

@@ -208,8 +208,9 @@ class Recovery:
         self._leftovers = leftovers
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
-    async def reconcile(self) -> None:
-        """Recover at a start. Returns when each session that goes on has its actor; adoptions and ends go on behind it.
+    async def reconcile(self) -> bool:
+        """Recover at a start. Returns when each session that goes on has its actor, whether there is one; adoptions and
+        ends go on behind it.
 
         A session is adopted when its turn comes or when somebody asks for it (`AdoptionTurns`); until then it is listed
         and counted as it is recorded. The sessions whose leases end first are first.
@@ -232,6 +233,7 @@ class Recovery:
             self._owner.start_task(self._end, each)
         await self._leftovers.remove(plan.remove)
         self._owner.start_task(self._await_adopted, adopted, plan)
+        return bool(adopted)
 
     async def _await_adopted(self, actors: Sequence[SessionActor], plan: Reconciliation) -> None:
         for actor in actors:
