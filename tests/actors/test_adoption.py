@@ -20,6 +20,7 @@ from sandkasten.actors.session.birth import AdoptionTurns
 from sandkasten.config import Config, ServerSettings
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
 from sandkasten.model.errors import Capacity, Conflict, SessionExpired
+from sandkasten.store import sessions
 from sandkasten.supervisor import Files
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted
@@ -124,6 +125,22 @@ async def test_sessions_that_wait_are_listed_found_and_counted(left: Left) -> No
         assert await tree.supervisor.sweep() == 0
         assert left.nsinit.torn_down == []
         left.open_gates()
+
+
+async def test_a_sweep_reads_no_record_of_a_session_that_has_its_actor(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute's sweep beside a thousand sessions costs what their ids do."""
+    read: list[object] = []
+    of_row = sessions._from_row
+    monkeypatch.setattr(sessions, "_from_row", lambda row: read.append(row) or of_row(row))
+    async with left.again() as tree:
+        left.open_gates()
+        await left.until_adopting(COUNT)
+        assert len(read) >= COUNT
+        read.clear()
+        assert await tree.supervisor.sweep() == 0
+        assert read == []
 
 
 async def test_a_session_that_waits_can_be_ended(left: Left) -> None:

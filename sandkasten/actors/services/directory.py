@@ -94,6 +94,10 @@ class SessionDirectory:
         written."""
         return isinstance(session_id, str) and (self.owns(session_id) or session_id in self.unwritten)
 
+    def known(self) -> frozenset[str]:
+        """Return the ids that it contains."""
+        return frozenset((*self._entries, *self.members, *self.reserved, *self.unwritten))
+
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
