@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -133,7 +134,12 @@ async def test_a_sweep_reads_no_record_of_a_session_that_has_its_actor(
     """A minute's sweep beside a thousand sessions costs what their ids do."""
     read: list[object] = []
     of_row = sessions._from_row
-    monkeypatch.setattr(sessions, "_from_row", lambda row: read.append(row) or of_row(row))
+
+    def counted(row: sqlite3.Row) -> sessions.SessionRecord:
+        read.append(row)
+        return of_row(row)
+
+    monkeypatch.setattr(sessions, "_from_row", counted)
     async with left.again() as tree:
         left.open_gates()
         await left.until_adopting(COUNT)

@@ -80,6 +80,10 @@ class SessionDirectory:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
+    def ids(self) -> list[str]:
+        """Return the ids of all sessions, which takes less than their states."""
+        return list(self._entries)
+
     def next_end(self) -> datetime | None:
         """Return the moment when the next lease ends unless it is renewed."""
         ends = (entry.session.expires_at for entry in self)
