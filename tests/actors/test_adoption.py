@@ -223,7 +223,7 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
 
 
 async def test_a_first_request_comes_before_all_that_nobody_waits_for(left: Left) -> None:
-    """Those who waited for the start have the daemon and nsinit for themselves."""
+    """Requests that waited for the start have the daemon and nsinit for themselves."""
     left.open_gates()
     async with left.again() as tree:
         await tree.supervisor.exec(left.ids[-1], ExecSpec(":"))

@@ -122,7 +122,7 @@ Message = Create | Forget | ForgetImage | Settle | Drain | Refuse | DestroyAll |
 
 
 _FIRST_ANSWERS_S = 0.5
-"""Time from a start beside live sessions to work that nobody waits for: those who waited for the start come first."""
+"""Time from a start beside live sessions to work that nobody waits for: requests that waited for it come first."""
 
 
 class Sessions(Actor):
