@@ -150,6 +150,7 @@ def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequen
         )
         launcher = open_launcher(what)
         try:
+            launcher.start_ahead()
             _drop(config, account)
             _confine(config)
             yield Means(launcher.start_nsinit, launcher.start_egress, early, launcher)

@@ -64,6 +64,10 @@ class CgroupStats:
         """Return the counters that a run is charged by; cheap enough for the hot path."""
         return UsageReading(self._cpu_usec(), self._memory(), self._memory_peak())
 
+    def read_use(self) -> tuple[int, int]:
+        """Return processor time, in µs, and memory, in bytes: two files of the three of `read_usage`."""
+        return self._cpu_usec(), self._memory()
+
     def read_init_cpu(self) -> int:
         """Return the CPU time of PID 1 itself, in µs."""
         try:

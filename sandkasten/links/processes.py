@@ -258,6 +258,9 @@ class Ends:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.their_socket.close()
         os.close(self.log_write)
         if not self._is_given:
@@ -302,11 +305,17 @@ class Launcher:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._socket, self._pid = sock, pid
         self._one_start = trio.Lock()
+        self._ahead: Ends | None = None
         self.pidfd = OwnedFd(os.pidfd_open(pid))
 
     @property
     def pid(self) -> int:
         return self._pid
+
+    def start_ahead(self) -> None:
+        """Have the first nsinit started, which the first `start_nsinit` gives; nothing else may be started before that.
+        Its imports take 0.2 s, in which this process does other work of its start. Raises `LauncherGone`."""
+        self._ahead = _ask(self._socket, START)
 
     async def start_nsinit(self) -> ChildProcess:
         """Have an nsinit started, after the end of the one before.
@@ -331,8 +340,12 @@ class Launcher:
     async def _start(self, word: bytes, kill_word: bytes, path: Path | None = None) -> ChildProcess:
         """Have a process started by `word`. An answer names no process, so one start follows the other."""
         async with self._one_start:
-            self._drop_old_answers()
-            return await _have_started(self._socket, word, path, kill=partial(self._say, kill_word))
+            asked, self._ahead = self._ahead, None
+            assert asked is None or word == START
+            if asked is None:
+                self._drop_old_answers()
+                asked = _ask(self._socket, word, path)
+            return await _have_started(self._socket, asked, kill=partial(self._say, kill_word))
 
     async def wait_ended(self) -> None:
         """Wait until the launcher has ended."""
@@ -340,6 +353,8 @@ class Launcher:
 
     def close(self) -> None:
         """End the launcher, which waits for nsinit, and reap it."""
+        if self._ahead is not None:
+            self._ahead.close()
         self._socket.close()
         if select.select([self.pidfd.fileno()], [], [], _LAUNCHER_STOP_S)[0]:
             os.waitpid(self._pid, 0)
@@ -364,22 +379,34 @@ class Launcher:
             return
 
 
-async def _have_started(
-    launcher: socket.socket, word: bytes, path: Path | None, *, kill: Callable[[], None]
-) -> ChildProcess:
-    """Have a process started by `word`.
+def _ask(launcher: socket.socket, word: bytes, path: Path | None = None) -> Ends:
+    """Ask for a process by `word`; return its ends. Raises `LauncherGone`."""
+    ends = Ends(path)
+    try:
+        socket.send_fds(launcher, [word], [ends.their_socket.fileno(), ends.log_write])
+    except OSError as error:
+        ends.close()
+        raise _gone(error) from error
+    return ends
+
+
+def _gone(error: OSError) -> LauncherGone:
+    return LauncherGone(f"the launcher of the fork server is gone: {error.strerror}")
+
+
+async def _have_started(launcher: socket.socket, asked: Ends, *, kill: Callable[[], None]) -> ChildProcess:
+    """Return the process that was asked for.
 
     Raises:
         LauncherGone: the launcher has ended.
         NsinitLost: the launcher can't start a process, or does not answer.
     """
-    with Ends(path) as ends, trio.move_on_after(_START_S):
+    with asked as ends, trio.move_on_after(_START_S):
         try:
-            socket.send_fds(launcher, [word], [ends.their_socket.fileno(), ends.log_write])
             await trio.lowlevel.wait_readable(launcher)
             said, fds, _flags, _address = socket.recv_fds(launcher, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
-            raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
+            raise _gone(error) from error
         if not said:
             raise LauncherGone("the launcher of the fork server is gone")
         if said == FAILED or len(fds) != 1:
@@ -431,7 +458,7 @@ def start_egress_at(service: Path) -> StartEgress:
         word, kill_word = _WORDS[role]
         try:
             with await _connect(service) as launcher:
-                return await _have_started(launcher, word, path, kill=partial(kill, kill_word))
+                return await _have_started(launcher, _ask(launcher, word, path), kill=partial(kill, kill_word))
         except (LauncherGone, NsinitLost) as error:
             raise EgressUnavailable(str(error)) from error
 

@@ -12,9 +12,10 @@ Sources: sqlite.org/rowvalue.html#scrolling_window_queries, sqlite.org/json1.htm
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 import attrs
@@ -207,9 +208,10 @@ def find_by_key(database: sqlite3.Connection, idempotency_key: str) -> SessionRe
     return _first(select_sessions(database, "WHERE idempotency_key = ?", idempotency_key))
 
 
-def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
-    """Return every record whose status says that something of it may exist."""
-    return select_sessions(database, f"WHERE status IN ({_LIVE_LIST})")
+def live_sessions(database: sqlite3.Connection, besides: Collection[str] = ()) -> Sequence[SessionRecord]:
+    """Return every record whose status says that something of it may exist, but for the ids in `besides`."""
+    others = "id NOT IN (SELECT value FROM json_each(?))"
+    return select_sessions(database, f"WHERE status IN ({_LIVE_LIST}) AND {others}", json.dumps(list(besides)))
 
 
 def live_sessions_of(database: sqlite3.Connection, workspace_id: str) -> Sequence[SessionRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from sandkasten.actors.session.birth import AdoptionTurns
 from sandkasten.config import Config, ServerSettings
 from sandkasten.errors import Capacity, Conflict, SessionExpired
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
+from sandkasten.store import sessions
 from sandkasten.supervisor import Files
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted
@@ -126,6 +128,27 @@ async def test_sessions_that_wait_are_listed_found_and_counted(left: Left) -> No
         left.open_gates()
 
 
+async def test_a_sweep_reads_no_record_of_a_session_that_has_its_actor(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute's sweep beside a thousand sessions costs what their ids do."""
+    read: list[object] = []
+    of_row = sessions._from_row
+
+    def counted(row: sqlite3.Row) -> sessions.SessionRecord:
+        read.append(row)
+        return of_row(row)
+
+    monkeypatch.setattr(sessions, "_from_row", counted)
+    async with left.again() as tree:
+        left.open_gates()
+        await left.until_adopting(COUNT)
+        assert len(read) >= COUNT
+        read.clear()
+        assert await tree.supervisor.sweep() == 0
+        assert read == []
+
+
 async def test_a_session_that_waits_can_be_ended(left: Left) -> None:
     """The end is recorded as any other, and no other session waits for it."""
     async with left.again() as tree:
@@ -184,6 +207,9 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
         turns.queue(ref)
         nursery.start_soon(adopt, ref)
     await trio.testing.wait_all_tasks_blocked()
+    assert begun == []
+    turns.begin()
+    await trio.testing.wait_all_tasks_blocked()
     assert set(begun) == set(refs[:SLOW])
     refs[-1]._note_message()
     await trio.testing.wait_all_tasks_blocked()
@@ -194,6 +220,15 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
     await trio.testing.wait_all_tasks_blocked()
     assert set(begun) == {*refs[:SLOW], refs[-1], refs[SLOW + 1]}
     done.set()
+
+
+async def test_a_first_request_comes_before_all_that_nobody_waits_for(left: Left) -> None:
+    """Requests that waited for the start have the daemon and nsinit for themselves."""
+    left.open_gates()
+    async with left.again() as tree:
+        await tree.supervisor.exec(left.ids[-1], ExecSpec(":"))
+        assert left.adopted[0] == left.ids[-1]
+        await left.until_adopting(COUNT)
 
 
 @pytest.mark.parametrize("version", [OLDEST_VERSION, FILES_VERSION - 1, FILES_VERSION, PROTOCOL_VERSION])

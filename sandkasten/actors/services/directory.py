@@ -80,6 +80,10 @@ class SessionDirectory:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
+    def ids(self) -> list[str]:
+        """Return the ids of all sessions, which takes less than their states."""
+        return list(self._entries)
+
     def next_end(self) -> datetime | None:
         """Return the moment when the next lease ends unless it is renewed."""
         ends = (entry.session.expires_at for entry in self)
@@ -93,6 +97,10 @@ class SessionDirectory:
         """Whether the directory knows more of that id than the database: it is owned, or its end waits to be
         written."""
         return isinstance(session_id, str) and (self.owns(session_id) or session_id in self.unwritten)
+
+    def known(self) -> frozenset[str]:
+        """Return the ids that it contains."""
+        return frozenset((*self._entries, *self.members, *self.reserved, *self.unwritten))
 
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)

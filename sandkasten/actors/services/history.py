@@ -42,7 +42,7 @@ class UsageHistory:
             await trio.sleep(PERIOD_S)
 
     async def _read_all(self, dirs: Mapping[str, str]) -> None:
-        live = [entry.session.id for entry in self._directory]
+        live = self._directory.ids()
         for gone in self._kept.keys() - set(live):
             del self._kept[gone]
         for session_id in live:
@@ -52,13 +52,13 @@ class UsageHistory:
     def _read(self, session_id: str, dirs: Mapping[str, str]) -> None:
         stats = CgroupStats(dirs, session_id)
         try:
-            usage = stats.read_usage()
+            use = stats.read_use()
         finally:
             stats.close()
-        if (usage.cpu_usec, usage.memory_bytes) == (UNKNOWN, UNKNOWN):  # it is being made, or has ended just now
+        if use == (UNKNOWN, UNKNOWN):  # it is being made, or has ended just now
             return
         kept = self._kept.setdefault(session_id, array("q"))
-        kept.extend((round(datetime.now(UTC).timestamp() * 1000), usage.cpu_usec, usage.memory_bytes))
+        kept.extend((round(datetime.now(UTC).timestamp() * 1000), *use))
         del kept[: -KEPT * _FIELDS]
 
     def samples(self, session_id: str, start: float, end: float) -> Sequence[UsageSample]:

@@ -58,13 +58,19 @@ _MOST_ADOPTIONS = 64
 
 class AdoptionTurns:
     """The turns of sessions that are taken over from an earlier daemon: in the order in which they began to wait, and
-    a session that somebody asks for before all others."""
+    a session that somebody asks for before all others. Before `begin` only the latter have theirs."""
 
     def __init__(self) -> None:
         self._turns: dict[Ref, trio.Event] = {}
         self._waiting: dict[Ref, None] = {}
         self._called: dict[Ref, None] = {}
         self._running = 0
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Take over sessions that nobody asks for as well."""
+        self._has_begun = True
+        self._start_next()
 
     def queue(self, ref: Ref) -> None:
         """Put the session at `ref` behind those that wait."""
@@ -95,7 +101,7 @@ class AdoptionTurns:
             self._start_next()
 
     def _start_next(self) -> None:
-        while self._waiting and self._running < (_MOST_ADOPTIONS if self._called else _ADOPTIONS):
+        while self._running < (_MOST_ADOPTIONS if self._called else _ADOPTIONS * self._has_begun) and self._waiting:
             ref = next(iter(self._called or self._waiting))
             self._called.pop(ref, None)
             del self._waiting[ref]
