@@ -192,7 +192,7 @@ async def test_a_daemon_that_stops_before_it_adopted_leaves_everything(left: Lef
 
 
 async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.Nursery) -> None:
-    """A session that gives up waiting leaves its turn to others."""
+    """A member of a pool waits for nothing. A session that gives up waiting leaves its turn to others."""
     turns, refs, done = AdoptionTurns(), [Ref(str(number)) for number in range(SLOW + 3)], trio.Event()
     begun: list[Ref] = []
     scopes = {ref: trio.CancelScope() for ref in refs}
@@ -204,10 +204,10 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
                 await done.wait()
 
     for ref in refs:
-        turns.queue(ref)
+        turns.queue(ref, is_member=ref is refs[0])
         nursery.start_soon(adopt, ref)
     await trio.testing.wait_all_tasks_blocked()
-    assert begun == []
+    assert begun == [refs[0]]
     turns.begin()
     await trio.testing.wait_all_tasks_blocked()
     assert set(begun) == set(refs[:SLOW])

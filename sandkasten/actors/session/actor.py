@@ -171,7 +171,7 @@ class SessionActor(Actor):
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
         self._output, keep = services.output.session(record.session.id), services.keep(record.session.id)
         if creation is None:
-            services.adoptions.queue(ref)
+            services.adoptions.queue(ref, is_member=record.session.status is Status.POOL_IDLE)
             self._output.expect_recovery()  # a write at a stop before would drop the runs of the earlier daemon
         self._runs = Runs(
             self,

@@ -58,7 +58,8 @@ _MOST_ADOPTIONS = 64
 
 class AdoptionTurns:
     """The turns of sessions that are taken over from an earlier daemon: in the order in which they began to wait, and
-    a session that somebody asks for before all others. Before `begin` only the latter have theirs."""
+    a session that somebody asks for, or a member of a pool, before all others. Before `begin` only these have theirs.
+    """
 
     def __init__(self) -> None:
         self._turns: dict[Ref, trio.Event] = {}
@@ -72,10 +73,13 @@ class AdoptionTurns:
         self._has_begun = True
         self._start_next()
 
-    def queue(self, ref: Ref) -> None:
-        """Put the session at `ref` behind those that wait."""
+    def queue(self, ref: Ref, *, is_member: bool) -> None:
+        """Put the session at `ref` behind those that wait, and a member of a pool, which the next create may claim,
+        before them."""
         self._turns[ref] = trio.Event()
         self._waiting[ref] = None
+        if is_member:
+            self._called[ref] = None
         ref.note_messages(lambda: self._call(ref))
         self._start_next()
 
