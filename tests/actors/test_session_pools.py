@@ -369,6 +369,20 @@ async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None
         assert (await tree.supervisor.create(SessionSpec(key_id=key.id))).id in members
 
 
+async def test_a_create_over_its_quota_has_no_member_made() -> None:
+    """A client that repeats it has the node hold no more sessions ready."""
+    key = issue(Access.WRITE, quota=Quota(sessions=1)).key
+    async with open_pool(1, 4) as tree:
+        tree.supervisor.shares.ring.replace([key])
+        await tree.supervisor.create(SessionSpec(key_id=key.id, user="root"))
+        for _ in range(3):
+            with pytest.raises(QuotaExceeded):
+                await tree.supervisor.create(SessionSpec(key_id=key.id))
+        assert (await pool_in(tree)).wanted == 1
+        await tree.supervisor.create(SessionSpec())
+        assert (await pool_in(tree)).wanted == 2
+
+
 # Lost members -------------------------------------------------------------------------------------------------------
 
 

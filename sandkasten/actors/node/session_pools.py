@@ -269,7 +269,6 @@ class SessionPool:
         """Make a member the session of a create; return the session, or the reason why there is none."""
         if not self.fits(spec, resolved):
             return self._miss(MISMATCH)
-        self._refill.note_create()
         reason, tries = EMPTY, _TRIES
         while tries and self._members:
             member = self._members.pop()
@@ -279,10 +278,12 @@ class SessionPool:
                 continue
             session = await self._hand_out(member, spec, resolved.of_image(image.config), digest)
             if session is not None:
+                self._refill.note_create()
                 self._claimed += 1
                 self._metrics.pool_claims(self._name).inc()
                 return session
             reason, tries = DEAD, tries - 1
+        self._refill.note_create()
         return self._miss(reason)
 
     async def _hand_out(self, member: PoolMember, spec: SessionSpec, resolved: Resolved, digest: str) -> Session | None:
