@@ -94,6 +94,8 @@ class Site:
         host = fields[b"host"].lower()
         session_id, port = self._place(host)
         target, in_query = _without_token(request.target)
+        if TOKEN_PARAMETER + b"=" in target:  # in the path, or behind a `#`: the server in the session would see it
+            raise VisitRefused(400, "INVALID_REQUEST", "the token is no parameter of the query")
         in_header = [value for name, value in request.headers if name in (TOKEN_HEADER, E2B_TOKEN_HEADER)]
         headers, in_cookies = self._without_cookie(request.headers.raw_items())
         if fields.get(b"origin", b"").lower() not in (b"", self.scheme + b"://" + host):

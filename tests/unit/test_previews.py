@@ -63,6 +63,13 @@ def test_any_request_is_read_or_refused(data: bytes) -> None:
         pass
 
 
+@pytest.mark.parametrize("target", [b"/#_sandkasten_token=t", b"/a/_sandkasten_token=t", b"/?a=1#b_sandkasten_token=t"])
+def test_a_token_that_is_no_parameter_goes_to_no_server(target: bytes) -> None:
+    """Such a target is refused: what is not found as the token is not taken off."""
+    with pytest.raises(VisitRefused, match="parameter"):
+        Site().read(h11.Request(method="GET", target=target, headers=[HOST]), "::1")
+
+
 @pytest.mark.parametrize("named", [b"host", b"content-length", b"transfer-encoding"])
 def test_connection_names_no_field_of_the_framing_away(named: bytes) -> None:
     """A field that says where a message ends goes inside, whatever `Connection` says of it."""
