@@ -354,33 +354,24 @@ async def test_the_same_idempotency_key_gets_the_same_session() -> None:
 
 
 async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None:
-    """The key that is over its quota gets nothing, and the member stays for the next create."""
+    """The key that is over its quota gets nothing and has no more members made; the member stays for the next create."""
     key = issue(Access.WRITE, quota=Quota(sessions=1)).key
-    async with open_pool(2) as tree:
+    async with open_pool(2, 4) as tree:
         tree.supervisor.shares.ring.replace([key])
+        other = await tree.supervisor.create(SessionSpec(key_id=key.id, user="root"))
+        with pytest.raises(QuotaExceeded):
+            await tree.supervisor.create(SessionSpec(key_id=key.id))
+        assert (await pool_in(tree)).wanted == 2
+        await tree.supervisor.destroy(other.id)
         session = await tree.supervisor.create(SessionSpec(key_id=key.id))
         assert (session.acquire_source, session.key_id) == ("pool", key.id)
-        await until_ready(tree, 2)
+        await until_ready(tree, 3)
         members = await idle(tree)
         with pytest.raises(QuotaExceeded):
             await tree.supervisor.create(SessionSpec(key_id=key.id))
         assert await idle(tree) == members
         await tree.supervisor.destroy(session.id)
         assert (await tree.supervisor.create(SessionSpec(key_id=key.id))).id in members
-
-
-async def test_a_create_over_its_quota_has_no_member_made() -> None:
-    """A client that repeats it has the node hold no more sessions ready."""
-    key = issue(Access.WRITE, quota=Quota(sessions=1)).key
-    async with open_pool(1, 4) as tree:
-        tree.supervisor.shares.ring.replace([key])
-        await tree.supervisor.create(SessionSpec(key_id=key.id, user="root"))
-        for _ in range(3):
-            with pytest.raises(QuotaExceeded):
-                await tree.supervisor.create(SessionSpec(key_id=key.id))
-        assert (await pool_in(tree)).wanted == 1
-        await tree.supervisor.create(SessionSpec())
-        assert (await pool_in(tree)).wanted == 2
 
 
 # Lost members -------------------------------------------------------------------------------------------------------
