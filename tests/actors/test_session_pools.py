@@ -354,7 +354,7 @@ async def test_the_same_idempotency_key_gets_the_same_session() -> None:
 
 
 async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None:
-    """The key that is over its quota gets nothing and has no more members made; the member stays for the next create."""
+    """The key that is over its quota gets nothing and has no more made; the member stays for the next create."""
     key = issue(Access.WRITE, quota=Quota(sessions=1)).key
     async with open_pool(2, 4) as tree:
         tree.supervisor.shares.ring.replace([key])
