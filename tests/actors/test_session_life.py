@@ -16,6 +16,7 @@ import trio
 from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten import errors
+from sandkasten.actors.node.sessions import Refuse
 from sandkasten.config import Config, ServerSettings
 from sandkasten.model import (
     Cause,
@@ -175,3 +176,13 @@ async def test_a_run_outlives_its_daemon() -> None:
                 assert nsinit.torn_down == []
                 await tree.supervisor.destroy(session.id)
             nursery.cancel_scope.cancel()
+
+
+async def test_a_create_waits_for_a_catalogue_that_restarts(tree: ScriptedTree) -> None:
+    """A message that nobody knows is a bug, which ends the actor of the images; the next create meets none."""
+    images = tree.supervisor._images
+    images.tell(Refuse())
+    while images.is_alive:
+        await trio.lowlevel.checkpoint()
+    with trio.fail_after(patience()):
+        assert (await tree.supervisor.create(SessionSpec())).status is Status.RUNNING

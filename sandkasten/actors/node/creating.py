@@ -124,7 +124,7 @@ class Creating:
         resolved = resolve(spec, self._config)
         resolved = attrs.evolve(resolved, secrets=await find_secrets(self._broker, resolved.network))
         reserve.check(self._config.data_dir, self._config.disk)
-        image = await self._images.ask(images_actor.Resolve(resolved.image))
+        image = await self._images.ask_again(images_actor.Resolve(resolved.image))
         self._refuse_when_draining()
         self.under_way += 1
         try:
