@@ -301,7 +301,7 @@ class CommandSet:
         return read_membership(orphan_pid) == read_membership(os.getpid())
 
 
-class GroupSet:
+class RunCgroupSet:
     """Every process in the cgroup whose path ends in `name`."""
 
     def __init__(self, name: str) -> None:

@@ -31,7 +31,7 @@ from runner.loop.identity import ROOT_ID, UserAccount, UserIdentity
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.reaper import unblock_signals
 from runner.process.process_set import open_proc
-from runner.wire.protocol import Group
+from runner.wire.protocol import BirthCgroup
 
 START_FAILED_STATUS = 125
 NOT_EXECUTABLE_STATUS = 126
@@ -46,12 +46,12 @@ Membership = tuple[str, int]
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 
 
-def check_group(group: Group | None) -> str | None:
+def check_group(group: BirthCgroup | None) -> str | None:
     """Return what is wrong with the cgroup that a request names, or None."""
     return None if group is None or _GROUP_NAME.fullmatch(group.name) else "not a name of a group"
 
 
-def membership_of(group: Group | None, descriptor: Descriptor) -> Membership | None:
+def membership_of(group: BirthCgroup | None, descriptor: Descriptor) -> Membership | None:
     """Return how the cgroup of a request is entered, by the descriptor that came with the request.
 
     Raises:

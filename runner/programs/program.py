@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from runner.loop.context import Context, Sink
 from runner.loop.identity import UserAccount, UserIdentity
 from runner.process import process_set
-from runner.process.process_set import GroupSet, ProcessSet, ProgramSet
+from runner.process.process_set import ProcessSet, ProgramSet, RunCgroupSet
 from runner.process.spawn import Membership, set_oom_score_soon, spawn
 from runner.shell.ending import Ladder
 from runner.shell.lifecycle import PROGRAM, Action, Notice, RunOutcome, State
@@ -75,7 +75,7 @@ class Program(Run):
         request, context = self.request, self._context
         processes: ProcessSet
         if plan.membership is not None and request.group is not None:
-            processes = GroupSet(request.group.name)
+            processes = RunCgroupSet(request.group.name)
         else:
             processes = ProgramSet(lambda: self.pid, lambda: context.reaper.watched)
         streams = ProgramStreams(

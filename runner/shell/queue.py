@@ -14,7 +14,7 @@ from collections.abc import Callable
 from runner.loop import settings
 from runner.loop.context import Context, Sink
 from runner.loop.identity import UserIdentity
-from runner.process.process_set import GroupSet, TreeSet
+from runner.process.process_set import RunCgroupSet, TreeSet
 from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
 from runner.shell.shell import Birth, Shell, ShellEvents
@@ -83,7 +83,7 @@ class CommandQueue:
         """Kill the shell and all it has started; its commands end as cancelled. `on_closed` follows."""
         self.shell.retire()
         group = self.shell.group
-        processes = TreeSet(lambda: self.shell.pid) if group is None else GroupSet(group)
+        processes = TreeSet(lambda: self.shell.pid) if group is None else RunCgroupSet(group)
         self._closing = Ladder(
             self._context,
             processes,

@@ -263,9 +263,9 @@ the new process writes `0` before anything else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Cgroup of one program or shell, which is born in it. `name` is the last component of the cgroup's path, by which
-    the runner finds the members in `/proc/<pid>/cgroup`."""
+class BirthCgroup:
+    """Run cgroup in which one program or shell is born. `name` is the last component of the cgroup's path, by which the
+    runner finds the members in `/proc/<pid>/cgroup`."""
 
     name: str
     membership: Membership
@@ -372,7 +372,7 @@ class RunProgram:
     interactive: bool = False
     merged: bool = False
     user: str | None = None
-    group: Group | None = None
+    group: BirthCgroup | None = None
     ticket: str = ""
 
 
@@ -414,7 +414,7 @@ class OpenShell:
     cwd: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     user: str | None = None
-    group: Group | None = None
+    group: BirthCgroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

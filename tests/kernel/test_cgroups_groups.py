@@ -27,7 +27,7 @@ from nsinit.wire.protocol import (
     RemoveRunCgroup,
     RunCgroupMade,
 )
-from runner.wire.protocol import ExecReply, Group, RunProgram
+from runner.wire.protocol import BirthCgroup, ExecReply, RunProgram
 from tests.kernel.harness import (
     ROOMY,
     Nsinit,
@@ -114,7 +114,7 @@ def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
     directory = _session_directory(server, box.session_id) / "p-1"
     with _group(server, box.session_id, "p-1") as fd:
         script = "grep ^0:: /proc/self/cgroup; setsid sh -c 'sleep 1000 & exit' >/dev/null 2>&1"
-        program = RunProgram("r1", argv=("sh", "-c", script), group=Group("p-1", "clone"))
+        program = RunProgram("r1", argv=("sh", "-c", script), group=BirthCgroup("p-1", "clone"))
         reply, out, err = box.request(program, fd)
     assert isinstance(reply, ExecReply), reply
     assert (out, err, reply.exit_code) == (b"0::/p-1\n", b"", 0)

@@ -29,7 +29,7 @@ from nsinit.wire.protocol import (
     RemoveRunCgroup,
     RunCgroupMade,
 )
-from runner.wire.protocol import ExecReply, Group, RunProgram
+from runner.wire.protocol import BirthCgroup, ExecReply, RunProgram
 from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
@@ -220,7 +220,7 @@ def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
     """The process joins by the descriptor before it becomes the program."""
     box = server.build(host_plan())
     fd = _group(server, box.session_id, "p-1")
-    program = RunProgram("r1", argv=("grep", ":pids:", "/proc/self/cgroup"), group=Group("p-1", "join"))
+    program = RunProgram("r1", argv=("grep", ":pids:", "/proc/self/cgroup"), group=BirthCgroup("p-1", "join"))
     reply, out, _ = box.request(program, fd)
     os.close(fd)
     assert isinstance(reply, ExecReply), reply

@@ -19,11 +19,11 @@ from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.wire.protocol import MakeRunCgroup, RemoveRunCgroup, RunCgroupMade
 from runner.wire.protocol import (
     REQUESTS,
+    BirthCgroup,
     Cancel,
     Done,
     Error,
     Exec,
-    Group,
     Kind,
     Membership,
     RunProgram,
@@ -51,7 +51,7 @@ LOCATED = _located()
 class OpenGroup:
     """A group as a request names it, and the descriptor that goes with it."""
 
-    group: Group | None = None
+    group: BirthCgroup | None = None
     fd: int = -1
 
     def send(self, client: Client, *argv: str, exec_id: str = "p", **options: Any) -> None:
@@ -79,7 +79,7 @@ def open_group(membership: Membership) -> Iterator[OpenGroup]:
     path, flags = (directory, os.O_RDONLY) if membership == "clone" else (f"{directory}/tasks", os.O_WRONLY)
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
-        yield OpenGroup(Group(name, membership), fd)
+        yield OpenGroup(BirthCgroup(name, membership), fd)
     finally:
         os.close(fd)
         wait_until(lambda: _was_removed(directory))
@@ -271,8 +271,8 @@ def test_a_descriptor_of_something_else_fails_the_start(client: Client) -> None:
     """A descriptor of a plain directory, or of a file that can't be written, fails the program's start."""
     fd = os.open("/tmp", os.O_RDONLY)
     try:
-        assert OpenGroup(Group("g", "clone"), fd).run(client, "echo ran").reply.code == "IO_ERROR"
-        outcome = OpenGroup(Group("g", "join"), fd).run(client, "echo ran")
+        assert OpenGroup(BirthCgroup("g", "clone"), fd).run(client, "echo ran").reply.code == "IO_ERROR"
+        outcome = OpenGroup(BirthCgroup("g", "join"), fd).run(client, "echo ran")
         assert (outcome.reply.exit_code, outcome.stdout) == (125, b"")
         assert outcome.stderr == b"sandkasten: cannot start sh: Bad file descriptor\n"
     finally:
@@ -281,8 +281,8 @@ def test_a_descriptor_of_something_else_fails_the_start(client: Client) -> None:
 
 def test_a_group_without_its_descriptor_is_refused(client: Client) -> None:
     """A request that names a run cgroup without its descriptor is refused: the runner joins none by name."""
-    assert OpenGroup(Group("g", "clone")).run(client, "true").reply.code == "BAD_REQUEST"
-    assert OpenGroup(Group("../g", "none")).run(client, "true").reply.code == "BAD_REQUEST"
+    assert OpenGroup(BirthCgroup("g", "clone")).run(client, "true").reply.code == "BAD_REQUEST"
+    assert OpenGroup(BirthCgroup("../g", "none")).run(client, "true").reply.code == "BAD_REQUEST"
 
 
 def test_descriptors_nobody_asked_for_are_closed(sandbox: Sandbox, client: Client) -> None:
@@ -297,13 +297,13 @@ def test_descriptors_nobody_asked_for_are_closed(sandbox: Sandbox, client: Clien
         client.outcome()
         send(client, RunProgram("p", ("true",)), fd)
         client.outcome()
-        send(client, RunProgram("p", ("true",), group=Group("g", "clone")), fd, fd)
+        send(client, RunProgram("p", ("true",), group=BirthCgroup("g", "clone")), fd, fd)
         client.outcome()
         client.request(RunProgram("p", ("cat",), stdin=True))
         socket.send_fds(client.sock, [encode_frame(Kind.DATA, b"x")], [fd])
         client.send(Kind.END)
         assert client.outcome().stdout == b"x"
-        client.request(RunProgram("p", ("true",), group=Group("g", "join")))
+        client.request(RunProgram("p", ("true",), group=BirthCgroup("g", "join")))
         assert client.outcome().reply.code == "BAD_REQUEST"
         for part in (b"\0", b"\0\0\0\1\1", b"\0\0\0\2\1{}", b"\0\0\0\1\7"):
             other = sandbox.connect()
@@ -333,7 +333,7 @@ def test_a_powerless_pid_1_starts_programs_in_groups() -> None:
         box = server.build(harness.host_plan())
         answer, (fd,) = server.ask(MakeRunCgroup, session_id=box.session_id, name="g1")
         assert isinstance(answer, RunCgroupMade)
-        group = OpenGroup(Group("g1", answer.membership), fd)
+        group = OpenGroup(BirthCgroup("g1", answer.membership), fd)
         client = Client(harness.connect(data_dir, box.session_id))
         assert b"/g1\n" in group.run(client, "cat /proc/self/cgroup").stdout
         assert group.run(client, "setsid sleep 1234 & sleep 1235", timeout_ms=100).reply.cause == "timed_out"

@@ -32,7 +32,7 @@ from sandkasten.model import Stream, StreamsMode
 
 
 def request_of(
-    run: Run, *, cgroup: protocol.Group | None, ticket: str, version: int = protocol.PROTOCOL_VERSION
+    run: Run, *, cgroup: protocol.BirthCgroup | None, ticket: str, version: int = protocol.PROTOCOL_VERSION
 ) -> protocol.Exec | protocol.RunProgram:
     """Return the request for a run to a PID 1 of that version of the protocol; an older one lets commands wait without
     bound. Pure.
@@ -107,7 +107,7 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
         SandkastenError: PID 1 refused the run.
     """
     async with link.connection() as connection:
-        membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
+        membership = None if cgroup is None else protocol.BirthCgroup(cgroup.name, cgroup.membership)
         fd = None if cgroup is None else cgroup.fd.fileno()
         request = request_of(run, cgroup=membership, ticket=ticket, version=link.version)
         await connection.send_request(request, fd=fd)

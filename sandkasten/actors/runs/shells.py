@@ -91,7 +91,7 @@ class Shells:
                 cwd=spec.cwd,
                 env=dict(spec.env),
                 user=spec.user,
-                group=protocol.Group(cgroup.name, cgroup.membership),
+                group=protocol.BirthCgroup(cgroup.name, cgroup.membership),
             )
             answer = await self._host.ask_runner(request, protocol.ShellInfo, fd=cgroup.fd.fileno())
         except BaseException:
