@@ -134,9 +134,8 @@ def describe(leftover: Leftover, found: LeftoverReport) -> str:
 
 
 def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> LeftoverReport:
-    files = list_output_files(
-        DataPaths(config.data_dir).spool
-    )  # before the rows: a session's row is older than its files
+    # Before the rows: a session's row is older than its files.
+    files = list_output_files(DataPaths(config.data_dir).spool)
     try:
         with open_snapshot(config.db_path, is_in_use=is_served) as database:
             known = _Known() if database is None else _read(database, ask_for)
