@@ -242,8 +242,8 @@ class Ref:
 class Actor:
     """Base of all actors: one mailbox, one nursery, one owner of the state.
 
-    Subclasses implement `handle` and, where needed, `on_start` and `on_stop`. `nursery.start(actor.run)` runs an actor
-    and returns its `Ref`.
+    Subclasses implement `handle`, `handle_at_once` or both and, where needed, `on_start` and `on_stop`.
+    `nursery.start(actor.run)` runs an actor and returns its `Ref`.
     """
 
     def __init__(self, ref: Ref) -> None:
@@ -253,8 +253,11 @@ class Actor:
         self._is_stopping = self._is_stepping = False
 
     async def handle(self, message: Any) -> Any:  # the subclass names its message union and answer types
-        """Serve one message and return the answer, or `DEFERRED`."""
-        raise NotImplementedError
+        """Serve one message and return the answer, or `DEFERRED`. An actor that never waits here overrides
+        `handle_at_once` instead."""
+        if (answer := self.handle_at_once(message)) is LATER:
+            raise NotImplementedError
+        return answer
 
     def handle_at_once(self, message: Any) -> Any:  # the subclass names its message union and answer types
         """Serve one message without waiting and return the answer or `DEFERRED`, or do nothing and return `LATER`.

@@ -241,7 +241,7 @@ class Sessions(Actor):
             adoptions=AdoptionTurns(),
         )
 
-    async def handle(self, message: Message) -> Any:
+    def handle_at_once(self, message: Message) -> Any:
         match message:
             case Create(spec):
                 return self.defer(self._creates.create, spec)
@@ -400,9 +400,10 @@ class IdempotentCreates:
 
     async def create(self, spec: SessionSpec) -> Session:
         """Create, or answer the session that this idempotency key made before."""
-        key, digest = spec.idempotency_key, spec_digest(spec)
+        key = spec.idempotency_key
         if key is None:
-            return await self._create(spec, digest)
+            return await self._create(spec, "")
+        digest = spec_digest(spec)
         if key in self._keys:
             return await self._join(self._keys[key], digest)
         use = self._keys[key] = _KeyInUse(digest)
