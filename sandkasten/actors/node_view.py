@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from nsinit.wire import protocol
 from runner.wire.protocol import MAX_EDITS, MAX_MATCHES, MAX_SHELLS, MAX_WATCHES
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, by_turns
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.budget import promisable
 from sandkasten.admission.plan import bounds_in_force
@@ -166,9 +166,6 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
     )
 
 
-_AT_ONCE = 100
-"""Sessions that are counted before other tasks get a turn."""
-
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
     "pool_sandboxes": "Sandboxes made ahead that are ready.",
@@ -199,13 +196,27 @@ class MetricSources:
 
 async def measure(seen: MetricSources, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
     """Return the metrics of a scrape. The reads of files take a worker thread."""
-    statuses: Counter[Status] = Counter()
-    for start, entry in enumerate(seen.directory):
-        if start % _AT_ONCE == 0:
-            await trio.lowlevel.checkpoint()
-        statuses[entry.session.status] += 1
+    sums = _Sums()
+    async for entry in by_turns(seen.directory):
+        sums.statuses[entry.session.status] += 1
+        sums.waiting += entry.ref.waiting
+        sums.most_waiting = max(sums.most_waiting, entry.ref.waiting)
+    async for queue in by_turns(list(seen.metrics.queues)):
+        sums.running += queue.running
+        sums.queued += queue.queued
     slow = await trio.to_thread.run_sync(_read_or_none, seen, limiter=limiter)
-    return [*_of_tree(seen, statuses), *_of_storage(seen), *slow]
+    return [*_of_tree(seen, sums), *_of_storage(seen), *slow]
+
+
+@attrs.define
+class _Sums:
+    """Sums over the sessions, made in turns."""
+
+    statuses: Counter[Status] = attrs.field(factory=Counter)
+    waiting: int = 0
+    most_waiting: int = 0
+    running: int = 0
+    queued: int = 0
 
 
 def _read_or_none(seen: MetricSources) -> list[Metric]:
@@ -218,34 +229,28 @@ def _read_or_none(seen: MetricSources) -> list[Metric]:
     ]
 
 
-def _of_tree(seen: MetricSources, statuses: Mapping[Status, int]) -> list[Metric]:
-    entries = list(seen.directory)
-    queues = list(seen.metrics.queues)
-    running = sum(each.running for each in queues)
-    waiting = [entry.ref.waiting for entry in entries]
+def _of_tree(seen: MetricSources, sums: _Sums) -> list[Metric]:
     restarts = max(seen.nsinit.incarnation - 1, 0)
     return [
         gauge(
             "sandkasten_sessions",
             "Sessions as they are now.",
-            {status.value: float(statuses.get(status, 0)) for status in sorted(LIVE)},
+            {status.value: float(sums.statuses[status]) for status in sorted(LIVE)},
             "status",
         ),
         gauge(
             "sandkasten_runs",
             "Runs as they are now; queued: they wait for their shell.",
-            {"running": running, "queued": sum(each.queued for each in queues)},
+            {"running": sums.running, "queued": sums.queued},
             "state",
         ),
         gauge(
             "sandkasten_mailbox_messages",
             "Messages that wait for an actor; session: of all of them together.",
-            {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sum(waiting)},
+            {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sums.waiting},
             "actor",
         ),
-        GaugeMetricFamily(
-            "sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", max(waiting, default=0)
-        ),
+        GaugeMetricFamily("sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", sums.most_waiting),
         gauge(
             "sandkasten_part_up",
             "Whether an actor runs.",

@@ -7,14 +7,14 @@ that moment, so reading needs no message.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import attrs
 import trio
 
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, by_turns
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
@@ -79,6 +79,11 @@ class SessionDirectory:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
+
+    async def sessions(self) -> AsyncIterator[Session]:
+        """Yield the sessions there are now, each as it is when its turn comes, and let other tasks go on meanwhile."""
+        async for entry in by_turns(self):
+            yield entry.session
 
     def ids(self) -> list[str]:
         """Return the ids of all sessions, which takes less than their states."""
