@@ -7,7 +7,7 @@ that moment, so reading needs no message.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -52,7 +52,6 @@ class Entry:
     view: Callable[[], Session]
     options: SessionOptions
     inspect: Callable[[], Inspection | None]
-    key_id: str | None = None
     running: Callable[[], Collection[str]] = tuple
     ended: trio.Event = attrs.field(factory=trio.Event)
 
@@ -110,9 +109,10 @@ class SessionDirectory:
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
-    def runs_of(self, key_id: str) -> int:
-        """Return the number of runs, queued ones included, in the sessions that an API key made."""
-        return sum(len(entry.running()) for entry in self._entries.values() if entry.key_id == key_id)
+    def runs_of(self, session_ids: Iterable[Hashable]) -> int:
+        """Return the number of runs, queued ones included, in those of the sessions that it has."""
+        found = (self._entries.get(each) for each in session_ids if isinstance(each, str))
+        return sum(len(entry.running()) for entry in found if entry is not None)
 
     def add(
         self,
@@ -125,13 +125,12 @@ class SessionDirectory:
         """Add a session that lives from here on; see `Entry`."""
         session = view()
         entries = self.members if session.status is Status.POOL_IDLE else self._entries
-        entries[session_id] = Entry(ref, view, session.options, inspect, session.key_id, running)
+        entries[session_id] = Entry(ref, view, session.options, inspect, running)
 
     def show_member(self, session_id: str) -> None:
         """Make a claimed member of a pool a session that clients find."""
         entry = self.members.pop(session_id)
-        session = entry.session
-        self._entries[session_id] = attrs.evolve(entry, options=session.options, key_id=session.key_id)
+        self._entries[session_id] = attrs.evolve(entry, options=entry.session.options)
 
     def remove(self, session_id: str) -> None:
         if (member := self.members.pop(session_id, None)) is not None:
