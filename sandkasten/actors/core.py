@@ -12,7 +12,7 @@ Asks go down the tree only; see docs/architecture.md. Vocabulary after Erlang/OT
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 
@@ -55,12 +55,14 @@ class Tell:
     """A message without an answer."""
 
 
-async def by_turns(values: Iterable[T]) -> AsyncIterator[T]:
-    """Yield each value, and let other tasks go on after each `AT_ONCE` of them."""
+async def by_turns(look: Callable[[T], R], values: Iterable[T]) -> list[R]:
+    """Call `look` with each value, and let other tasks go on after each `AT_ONCE` of them; return its answers."""
+    answers = []
     for number, value in enumerate(values, start=1):
-        yield value
+        answers.append(look(value))
         if number % AT_ONCE == 0:
             await trio.lowlevel.checkpoint()
+    return answers
 
 
 class Deferred:

@@ -196,27 +196,10 @@ class MetricSources:
 
 async def measure(seen: MetricSources, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
     """Return the metrics of a scrape. The reads of files take a worker thread."""
-    sums = _Sums()
-    async for entry in by_turns(seen.directory):
-        sums.statuses[entry.session.status] += 1
-        sums.waiting += entry.ref.waiting
-        sums.most_waiting = max(sums.most_waiting, entry.ref.waiting)
-    async for queue in by_turns(list(seen.metrics.queues)):
-        sums.running += queue.running
-        sums.queued += queue.queued
+    sessions = await by_turns(lambda entry: (entry.session.status, entry.ref.waiting), seen.directory)
+    queues = await by_turns(lambda queue: (queue.running, queue.queued), list(seen.metrics.queues))
     slow = await trio.to_thread.run_sync(_read_or_none, seen, limiter=limiter)
-    return [*_of_tree(seen, sums), *_of_storage(seen), *slow]
-
-
-@attrs.define
-class _Sums:
-    """Sums over the sessions, made in turns."""
-
-    statuses: Counter[Status] = attrs.field(factory=Counter)
-    waiting: int = 0
-    most_waiting: int = 0
-    running: int = 0
-    queued: int = 0
+    return [*_of_tree(seen, sessions, queues), *_of_storage(seen), *slow]
 
 
 def _read_or_none(seen: MetricSources) -> list[Metric]:
@@ -229,28 +212,35 @@ def _read_or_none(seen: MetricSources) -> list[Metric]:
     ]
 
 
-def _of_tree(seen: MetricSources, sums: _Sums) -> list[Metric]:
+def _of_tree(
+    seen: MetricSources, sessions: Sequence[tuple[Status, int]], queues: Sequence[tuple[int, int]]
+) -> list[Metric]:
+    """Return what is counted in the tree. `sessions`: status and waiting messages of each; `queues`: runs that have
+    begun and that wait."""
+    statuses, waiting = Counter(status for status, _ in sessions), [messages for _, messages in sessions]
     restarts = max(seen.nsinit.incarnation - 1, 0)
     return [
         gauge(
             "sandkasten_sessions",
             "Sessions as they are now.",
-            {status.value: float(sums.statuses[status]) for status in sorted(LIVE)},
+            {status.value: float(statuses[status]) for status in sorted(LIVE)},
             "status",
         ),
         gauge(
             "sandkasten_runs",
             "Runs as they are now; queued: they wait for their shell.",
-            {"running": sums.running, "queued": sums.queued},
+            {"running": sum(running for running, _ in queues), "queued": sum(queued for _, queued in queues)},
             "state",
         ),
         gauge(
             "sandkasten_mailbox_messages",
             "Messages that wait for an actor; session: of all of them together.",
-            {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sums.waiting},
+            {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sum(waiting)},
             "actor",
         ),
-        GaugeMetricFamily("sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", sums.most_waiting),
+        GaugeMetricFamily(
+            "sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", max(waiting, default=0)
+        ),
         gauge(
             "sandkasten_part_up",
             "Whether an actor runs.",

@@ -454,10 +454,10 @@ def _require_same(before: str, digest: str) -> None:
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
     """Return a page of sessions, newest first. Runs in the caller's task."""
     if query.statuses <= LIVE:
-        return first_of(query, [each async for each in directory.sessions() if query.matches(each)])
+        return first_of(query, await directory.sessions(query.matches))
     recorded = await store.ask(do(find_sessions, query))
     told = {record.session.id for record in recorded.records}
-    known = [each async for each in directory.sessions() if query.matches(each) or each.id in told]
+    known = await directory.sessions(lambda session: query.matches(session) or session.id in told)
     return merge(query, recorded, [*(record.session for record in directory.unwritten.values()), *known])
 
 

@@ -7,7 +7,7 @@ that moment, so reading needs no message.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -79,10 +79,13 @@ class SessionDirectory:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
-    async def sessions(self) -> AsyncIterator[Session]:
-        """Yield the sessions there are now, each as it is when its turn comes, and let other tasks go on meanwhile."""
-        async for entry in by_turns(self):
-            yield entry.session
+    async def sessions(self, is_wanted: Callable[[Session], bool] = lambda _session: True) -> list[Session]:
+        """Return the sessions there are now, each as it is when its turn comes; other tasks go on meanwhile."""
+
+        def look(entry: Entry) -> Session | None:
+            return session if is_wanted(session := entry.session) else None
+
+        return [session for session in await by_turns(look, self) if session is not None]
 
     def ids(self) -> list[str]:
         """Return the ids of all sessions, which takes less than their states."""
