@@ -39,7 +39,7 @@ from sandkasten.errors import ActorGone, Conflict, SandboxError, SandkastenError
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import Session, SessionSpec, Status, WarmProcess
 from sandkasten.model.lifecycle import IN_KERNEL, LIVE, WHOLE, ended_error
-from sandkasten.model.listing import SessionPage, SessionQuery, page_of
+from sandkasten.model.listing import SessionPage, SessionQuery, first_of, page_of
 from sandkasten.model.node import Amounts, PoolInfo
 from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
@@ -455,10 +455,11 @@ def _require_same(before: str, digest: str) -> None:
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
     """Return a page of sessions, newest first. Runs in the caller's task."""
     if query.statuses <= LIVE:
-        return page_of(query, (entry.session for entry in directory))
+        return first_of(query, await directory.sessions(query.matches))
     recorded = await store.ask(do(find_sessions, query))
-    unwritten = [record.session for record in directory.unwritten.values()]
-    return merge(query, recorded, [*unwritten, *(entry.session for entry in directory)])
+    told = {record.session.id for record in recorded.records}
+    known = await directory.sessions(lambda session: query.matches(session) or session.id in told)
+    return merge(query, recorded, [*(record.session for record in directory.unwritten.values()), *known])
 
 
 def merge(query: SessionQuery, recorded: Recorded, known: Iterable[Session]) -> SessionPage:
