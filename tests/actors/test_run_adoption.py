@@ -16,7 +16,7 @@ from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.adoption import RunAdoption
-from sandkasten.actors.runs.persistence import Keep, facts_of, restored, state_of
+from sandkasten.actors.runs.persistence import LOAN_BYTES, Keep, facts_of, restored, state_of
 from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.counters.cgroup import CgroupStats
@@ -291,6 +291,20 @@ async def test_pid_1_is_not_told_of_each_run_without_output(tmp_path: Path) -> N
         run.finish(attrs.evolve(END, exec_id=run.exec_id))
         persistence.ended(run)
         await until(lambda: has_forgotten(daemon, 18))
+
+
+async def test_many_tiny_pieces_are_not_left_with_pid_1(tmp_path: Path) -> None:
+    """PID 1 keeps less of them than of others, and so would give them up."""
+    async with open_daemon(tmp_path) as daemon:
+        for number in range(6):
+            run = Run(RunRequest(ExecSpec(":", exec_id=f"tiny{number}"), timeout_ms=1000))
+            daemon.runs._take(run)
+            run.begin(1)
+            for _ in range(LOAN_BYTES // protocol.KEPT_PIECE_BYTES // 6):
+                await run.put(Stream.STDOUT, b"x")
+            run.finish(attrs.evolve(END, exec_id=run.exec_id))
+            daemon.runs._retire(run)
+        await until(lambda: has_forgotten(daemon, 6))
 
 
 async def has_forgotten(daemon: Daemon, count: int) -> bool:

@@ -420,7 +420,7 @@ class RunPersistence(RunObserver):
         if not self._is_reachable or len(self._ended) > LOAN_RUNS:
             return False
         runs = (*self._active, *self._ended.values())
-        return sum(min(run.output_bytes, protocol.KEPT_RUN_BYTES) for run in runs) <= LOAN_BYTES
+        return sum(map(_kept_bytes, runs)) <= LOAN_BYTES
 
     def _describe(self, exec_id: str) -> tuple[RunFacts | bytes, RunState] | None:
         run = self._find(exec_id)
@@ -451,3 +451,9 @@ class RunPersistence(RunObserver):
 
 def _is_written(run: Run) -> bool:
     return run.log is None or run.log.is_written
+
+
+def _kept_bytes(run: Run) -> int:
+    """Return the room that a run's output takes with PID 1."""
+    pieces = 0 if run.log is None else run.log.last_sequence
+    return min(run.output_bytes + protocol.KEPT_PIECE_BYTES * pieces, protocol.KEPT_RUN_BYTES)
