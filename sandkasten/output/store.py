@@ -18,8 +18,9 @@ Who gives way:
   largest running log. Costs are counted as in memory, wherever the output lies, and an ended run costs its record.
 - The records of all sessions take too much: the session that takes most drops its oldest ended run.
 - The output of all sessions takes too much disk: the session with most of it gives up its oldest file, with the output
-  in it, of running logs as well. To drop ended runs alone may free no file. So no session loses anything as long
-  as it has no more than its equal part.
+  in it, of running logs as well, and whoever reads it. To drop ended runs alone may free no file. So no session loses
+  anything as long as it has no more than its equal part.
+- The disk takes nothing, and memory is short: the session with most output in memory loses the oldest of that.
 - The time of an ended run is over: the run is dropped.
 
 A disk that fails or is full costs old output, and the next daemon's knowledge; never a run.
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import ceil, inf
@@ -81,6 +82,8 @@ Describe = Callable[[str], tuple[RunFacts | bytes, RunState] | None]
 """Returns facts, which may be JSON already, and state; None for a run that is not to be written."""
 
 Chosen = Sequence[tuple[KeptOutput, Block, Tail]]
+
+Batch = Sequence[tuple[KeptOutput, Sequence[Block]]]
 
 ROUND_S: Final = 0.1
 """Time between two moments at which the records of all sessions are written."""
@@ -372,7 +375,7 @@ class SessionOutput:
             self._ledger.note_unneeded(self.files)
         on_settled(error)
 
-    async def write_out(self, batch: Sequence[tuple[KeptOutput, Sequence[Block]]]) -> None:
+    async def write_out(self, batch: Batch) -> None:
         """Have blocks leave memory, the oldest of each log; those that lie in memory alone are written before.
 
         Raises:
@@ -488,14 +491,13 @@ class SessionOutput:
             assert oldest is not None
             await self._drop_file(oldest)
             if files.oldest_output is oldest:
-                return  # a reader needs it, or the session was closed
+                return  # the session was closed
 
     async def _drop_file(self, file: DataFile) -> None:
-        """Drop the output in the oldest file, and the file unless a reader needs it."""
+        """Drop the output in the oldest file, and the file: a reader of a log that was dropped can't keep it for ever."""
         for log in self._logs.values():
             log.kept.drop_file(file)
-        self.files.end(file)
-        await self._store.in_thread(self.files.remove_unneeded)
+        await self._store.in_thread(self.files.give_up, file)
 
     # The limit of the session
 
@@ -711,36 +713,51 @@ class OutputStore:
             try:
                 await owner.write_out(batch)
             except OSError as error:
-                for kept, blocks in batch:
+                # EAGAIN: the disk is not to blame, and nothing else would be written in place of these
+                for kept, blocks in batch if error.errno == errno.EAGAIN else self._most_in_memory():
                     kept.lose(blocks)
                 ledger.report(error)
 
-    def _choose(self) -> Sequence[tuple[KeptOutput, Sequence[Block]]]:
+    def _choose(self) -> Batch:
         """Return what leaves memory next: the oldest of ended runs of one session; without any, of the largest running
         log."""
         ledger = self._ledger
-        batch: list[tuple[KeptOutput, Sequence[Block]]] = []
         if not ledger.in_memory:
             largest = max(ledger.running, key=lambda kept: kept.memory_bytes, default=None)
             if largest is not None and largest.memory_bytes:
                 excess_bytes = largest.memory_bytes - ledger.memory_low_bytes // len(ledger.running)
                 wanted_bytes = min(max(excess_bytes, BLOCK_BYTES), _BATCH_BYTES)
-                batch.append((largest, largest.oldest_in_memory(wanted_bytes)))
-            return batch
-        room_bytes = _BATCH_BYTES
+                return [(largest, largest.oldest_in_memory(wanted_bytes))]
+            return []
         account = next(iter(ledger.in_memory))
         ledger.in_memory.move_to_end(account)
-        for kept in account.in_memory:
-            if room_bytes <= 0:
-                break
-            blocks = kept.oldest_in_memory(room_bytes)
-            batch.append((kept, blocks))
-            room_bytes -= sum(block.cost_bytes for block in blocks)
-        return batch
+        return _oldest_in_memory(account.in_memory)
+
+    def _most_in_memory(self) -> Batch:
+        """Return what is lost when the disk takes nothing: the oldest of the session with most output in memory."""
+        ended = [kept for account in self._ledger.in_memory for kept in account.in_memory]
+        used = defaultdict[OutputAccount, int](int)
+        for kept in (*ended, *self._ledger.running):
+            used[kept.account] += kept.memory_bytes
+        largest = max(used, key=used.__getitem__, default=None)
+        return _oldest_in_memory(kept for kept in (*ended, *self._ledger.running) if kept.account is largest)
 
 
 def _size(chosen: Chosen) -> int:
     return sum(tail.size_bytes for _, _, tail in chosen)
+
+
+def _oldest_in_memory(logs: Iterable[KeptOutput]) -> Batch:
+    """Return the oldest blocks of some logs, the first of them first, about `_BATCH_BYTES`."""
+    batch: list[tuple[KeptOutput, Sequence[Block]]] = []
+    room_bytes = _BATCH_BYTES
+    for kept in logs:
+        if room_bytes <= 0:
+            break
+        blocks = kept.oldest_in_memory(room_bytes)
+        batch.append((kept, blocks))
+        room_bytes -= sum(block.cost_bytes for block in blocks)
+    return batch
 
 
 def _shrinkable_bytes(log: OutputLog) -> int:

@@ -274,9 +274,11 @@ def test_a_file_of_output_stays_while_it_is_needed(tmp_path: Path, monkeypatch: 
     third.file.live_parts = 0
     files.remove_unneeded()
     assert names(tmp_path, "out") == [third.file.path.name]
-    files.end(third.file)
-    files.remove_unneeded()
+    third.file.live_parts = 1
+    files.give_up(third.file)
     assert names(tmp_path, "out") == []
+    (fourth,) = write(files, tail("a", 4, b"z", offset=4002))
+    assert names(tmp_path, "out") == [fourth.file.path.name] != [third.file.path.name]
 
 
 def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import trio
 
 from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
+from sandkasten.output.blocks import PART_OVERHEAD_BYTES
 from sandkasten.output.disk import FILE_BYTES, Written
 from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState
@@ -164,6 +165,21 @@ async def test_output_is_written_once(tmp_path: Path) -> None:
         assert store.memory_bytes_used <= MB
         assert [piece async for piece in log.reader()] == expected
         assert store.lost_bytes == 0
+
+
+async def test_each_part_in_a_file_counts_when_tiny_pieces_are_packed(tmp_path: Path) -> None:
+    """A command that says a character in each round has a place in the file for each."""
+    async with open_output(tmp_path) as store:
+        output = described(store)
+        log = output.open("run/slow")
+        for _ in range(200):
+            await log.append(OUT, b".")
+            await output.write(["run/slow"])
+        output.retire("run/slow")
+        (block,) = log.kept.blocks
+        assert (block.pieces, len(block.parts)) == (None, 200)
+        assert store.memory_bytes_used > 200 * PART_OVERHEAD_BYTES
+        assert output.bytes_used > 200 * PART_OVERHEAD_BYTES
 
 
 async def test_the_next_daemon_has_what_was_written_without_reading_it(tmp_path: Path) -> None:
