@@ -494,7 +494,7 @@ class SessionOutput:
                 return  # the session was closed
 
     async def _drop_file(self, file: DataFile) -> None:
-        """Drop the output in the oldest file, and the file: a reader of a log that was dropped can't keep it for ever."""
+        """Drop the output in the oldest file, and the file: no reader of a dropped log can keep that for ever."""
         for log in self._logs.values():
             log.kept.drop_file(file)
         await self._store.in_thread(self.files.give_up, file)
