@@ -173,10 +173,14 @@ class Shelf:
                 self.closed.popleft()
             await trio.lowlevel.checkpoint()
 
-    def drop_expired(self) -> None:
+    async def drop_expired(self) -> None:
+        """Drop the logs whose time is over, and let others run meanwhile."""
         now = trio.current_time()
         while self.next_expiry <= now:
-            next(iter(self._logs.values())).drop_oldest()
+            for _ in range(_DROPS_AT_ONCE):
+                if self.next_expiry <= now:
+                    next(iter(self._logs.values())).drop_oldest()
+            await trio.lowlevel.checkpoint()
 
 
 @attrs.frozen
@@ -621,7 +625,7 @@ class OutputStore:
         ledger = self._ledger
         while True:
             ledger.work = trio.Event()
-            self._shelf.drop_expired()
+            await self._shelf.drop_expired()
             await self._shelf.drop_closed()
             await self.remove_unneeded()
             if ledger.memory_bytes > ledger.memory_limit_bytes:

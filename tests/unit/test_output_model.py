@@ -398,7 +398,7 @@ class Daemons:
             output.note_changed(exec_id)
         written, log = self._written[self._current[number]], output.get(self._current[number])
         assert log is not None
-        with trio.fail_after(patience(10)):
+        with trio.fail_after(100):
             piece = await log.append(stream, (b"%d;" % (len(written) + 1) * size_bytes)[:size_bytes])
         assert piece.sequence == len(written) + 1
         written.append(piece)
