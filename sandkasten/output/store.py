@@ -72,6 +72,10 @@ _LOCKED_S: Final = 0.01
 
 _WRITERS: Final = 2
 _READERS: Final = 4
+_MOST_UNTOLD: Final = 4096
+"""Ids of runs that are gone, and of runs that were refused, that a write which failed leaves to the next. PID 1 can show
+fewer to the next daemon."""
+
 _DROPS_AT_ONCE: Final = 256
 _RUNS_PER_CHECKPOINT: Final = 128
 
@@ -441,8 +445,8 @@ class SessionOutput:
 
     def _put_back(self, due: _Due) -> None:
         self._changed = due.changed | self._changed
-        self._gone[:0] = due.gone
-        self._refused[:0] = due.refused
+        self._gone = (due.gone + self._gone)[-_MOST_UNTOLD:]
+        self._refused = (due.refused + self._refused)[-_MOST_UNTOLD:]
 
     def _news(self, due: _Due, runs: Sequence[tuple[RunFacts | bytes, RunState]], tails: Sequence[Tail] = ()) -> News:
         statement = self.used.encode() if self.files.needs_statement else None

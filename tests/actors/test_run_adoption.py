@@ -30,7 +30,7 @@ from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import OutputStore, SessionOutput
 from tests.actors.test_record_cost import end_one
 from tests.fakes.runner import answer
-from tests.stores import disk_bytes
+from tests.stores import disk_bytes, file_size_limit
 from tests.unit.test_output_disk import END, FACTS, SESSION
 from tests.waiting import until
 
@@ -305,6 +305,21 @@ async def test_many_tiny_pieces_are_not_left_with_pid_1(tmp_path: Path) -> None:
             run.finish(attrs.evolve(END, exec_id=run.exec_id))
             daemon.runs._retire(run)
         await until(lambda: has_forgotten(daemon, 6))
+
+
+async def test_a_disk_that_stays_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each write fails; the log may lie on the same disk."""
+    async with open_daemon(tmp_path) as daemon:
+        with file_size_limit(1):
+            for number in range(20):
+                daemon.runs.persistence.ended(end_one(daemon.output, number, ":"))
+                assert not await daemon.runs.persistence.write()
+        assert [record.message for record in caplog.records] == ["runs_not_written"]
+        await daemon.runs.persistence.write()
+        with file_size_limit(1):
+            daemon.output.note_gone("gone")
+            await daemon.runs.persistence.write()
+        assert [record.message for record in caplog.records] == ["runs_not_written"] * 2
 
 
 async def has_forgotten(daemon: Daemon, count: int) -> bool:

@@ -279,6 +279,22 @@ async def test_an_id_that_is_dropped_while_a_statement_is_made_stays_known(tmp_p
     assert "chosen-299" in written.used
 
 
+async def test_a_disk_that_stays_full_makes_no_list_of_what_is_gone_endless(tmp_path: Path) -> None:
+    """The newest are told when the disk takes them; PID 1 can show no older ones again."""
+    async with open_output(tmp_path, retention_s=0) as store:
+        output = described(store)
+        with file_size_limit(1):
+            for number in range(6000):
+                output.open(f"run/{number}")
+                output.note_gone(f"gone/{number}")
+                output.discard(f"run/{number}")
+                if number % 1000 == 999:
+                    with pytest.raises(OSError, match="File too large"):
+                        await output.write()
+        assert (len(output._gone), len(output._refused)) == (4096, 4096)
+        assert output._gone[-1] == "gone/5999"
+
+
 async def test_records_take_no_room_from_output(tmp_path: Path) -> None:
     """A session with many records and no output stands in nobody's way, neither while they are kept nor afterwards."""
     async with open_output(tmp_path, disk_bytes=4 * MB, session_bytes=64 * MB) as store:
