@@ -84,6 +84,8 @@ class Ledger:
         self.running: dict[KeptOutput, None] = {}
         self.in_memory: OrderedDict[OutputAccount, None] = OrderedDict()
         """Sessions with output of ended runs in memory, in the order of their turns."""
+        self.lingering: dict[KeptOutput, None] = {}
+        """Dropped logs with an end in memory for readers that are close behind."""
         self.unneeded: dict[SessionFiles, None] = {}
         """Sessions with files of which nothing may be needed any more."""
         self.reading = trio.CapacityLimiter(_READING_THREADS)
@@ -117,6 +119,7 @@ class Ledger:
 
     def remove_ended(self, kept: KeptOutput) -> None:
         """Nothing of an ended run is in memory any more."""
+        self.lingering.pop(kept, None)
         kept.account.in_memory.pop(kept, None)
         if not kept.account.in_memory:
             self.in_memory.pop(kept.account, None)

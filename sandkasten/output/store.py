@@ -13,7 +13,8 @@ is the only writer of its session's files.
 
 Who gives way:
 
-- Memory is short: blocks of ended runs leave it first, session by session, then those of the largest running one.
+- Memory is short: blocks of ended runs leave it first, session by session, then those of the largest running one. What
+  readers still hold of logs that were dropped goes last.
 - A session costs more than its limit: its ended runs are dropped, oldest part first, then the oldest part of the
   largest running log. Costs are counted as in memory, wherever the output lies, and an ended run costs its record.
 - The records of all sessions take too much: the session that takes most drops its oldest ended run.
@@ -725,6 +726,9 @@ class OutputStore:
                 for kept, blocks in batch if error.errno == errno.EAGAIN else self._most_in_memory():
                     kept.lose(blocks)
                 ledger.report(error)
+        while ledger.memory_bytes > ledger.memory_low_bytes and ledger.lingering:
+            kept = next(iter(ledger.lingering))
+            kept.drop_through(kept.blocks[-1])
 
     def _choose(self) -> Batch:
         """Return what leaves memory next: the oldest of ended runs of one session; without any, of the largest running

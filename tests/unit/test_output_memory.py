@@ -293,6 +293,25 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
         assert (small.first_sequence, store.lost_bytes) == (1, 0)
 
 
+async def test_readers_of_dropped_logs_do_not_fill_the_memory(tmp_path: Path) -> None:
+    """What they hold goes last, the oldest of it first, and those readers are told."""
+    async with open_output(tmp_path, memory_bytes=4 * MB) as store:
+        readers = []
+        for number in range(8):
+            logs = store.session(str(number))
+            log = logs.open("a")
+            readers.append(log.reader())
+            await fill(log, 14)
+            logs.close()
+            assert store.memory_bytes_used < 5 * MB
+            await trio.testing.wait_all_tasks_blocked()
+        assert 2 * MB < store.memory_bytes_used <= 4 * MB
+        with pytest.raises(ExecGone):
+            await drain(readers[0])
+        assert await drain(readers[-1]) == 14 * PIECE
+        assert store.lost_bytes == 0
+
+
 async def test_a_reader_that_stands_still_costs_other_sessions_nothing(tmp_path: Path) -> None:
     """It needs the oldest file of the session that has to give up a file: the file goes, and the reader is told."""
     async with open_output(tmp_path, memory_bytes=MB, disk_bytes=12 * MB) as store:

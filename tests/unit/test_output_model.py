@@ -319,6 +319,8 @@ class Daemons:
             await until(self._is_at_rest)
             await self._check_output()
             nursery.cancel_scope.cancel()
+        while self._store._writing.borrowed_tokens:  # noqa: ASYNC110 - no thread outlives a daemon that is killed
+            await trio.sleep(0.001)
         for output in self._outputs:
             self._sure |= output._logs.keys() - output._changed.keys()
             self._told |= {each: (log.first_sequence, log.kept.written_sequence) for each, log in output._logs.items()}
