@@ -74,8 +74,8 @@ _LOCKED_S: Final = 0.01
 _WRITERS: Final = 2
 _READERS: Final = 4
 _MOST_UNTOLD: Final = 4096
-"""Ids of runs that are gone, and of runs that were refused, that a write which failed leaves to the next. PID 1 can show
-fewer to the next daemon."""
+"""Ids of runs that are gone, and of those that were refused, which a write that failed leaves to the next. PID 1 can
+show fewer to the next daemon."""
 
 _DROPS_AT_ONCE: Final = 256
 _RUNS_PER_CHECKPOINT: Final = 128
