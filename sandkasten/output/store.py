@@ -94,7 +94,7 @@ ROUND_S: Final = 0.1
 """Time between two moments at which the records of all sessions are written."""
 
 _TURNS_AT_ONCE: Final = 64
-"""Sessions whose records are put together without a pause, and written by one call of a thread."""
+"""Sessions whose records are written by one call of a thread."""
 
 
 @attrs.frozen
@@ -653,12 +653,21 @@ class OutputStore:
                 await self._write_records(turns[start : start + _TURNS_AT_ONCE])
 
     async def _write_records(self, turns: Sequence[Turn]) -> None:
-        records = [found for turn in turns if (found := _of_one_session(turn)) is not None]
-        errors: Sequence[OSError | None] = [OSError(errno.EAGAIN, "the daemon stops")] * len(records)
+        records: list[Records] = []
+        errors: Sequence[OSError | None] = ()
         try:
+            described = 0
+            for turn in turns:
+                if (found := _of_one_session(turn)) is not None:
+                    records.append(found)
+                    described += len(found.news.runs)
+                if described >= _RUNS_PER_CHECKPOINT:
+                    described = 0
+                    await trio.lowlevel.checkpoint()
             if records:
                 errors = await self.in_thread(_write_each, records)
         finally:
+            errors = errors or [OSError(errno.EAGAIN, "the daemon stops")] * len(records)
             for each, error in zip(records, errors, strict=True):
                 _of_one_session(partial(each.settle, error))
 

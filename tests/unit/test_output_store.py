@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,30 @@ async def test_the_records_of_many_sessions_share_a_thread(tmp_path: Path) -> No
     await again.open(names)
     for name in names:
         assert list((await described(again, name).read()).runs) == ["a"]
+
+
+async def test_the_records_of_many_sessions_leave_others_their_turns(tmp_path: Path) -> None:
+    """After a restart the first record of each session comes with those of all its runs."""
+    async with open_output(tmp_path) as store:
+        settled: list[OSError | None] = []
+        turn = 0
+        seen: list[int] = []
+
+        def describe_now(exec_id: str) -> tuple[RunFacts, RunState]:
+            seen.append(turn)
+            return describe(exec_id)
+
+        for number in range(20):
+            output = store.session(f"{number:024x}")
+            output.describe_with(describe_now)
+            for run in range(100):
+                output.open(f"run/{run}")
+            output.write_soon(partial(output.take_records, settled.append))
+        while len(settled) < 20:
+            turn += 1
+            await trio.lowlevel.checkpoint()
+        assert (len(seen), settled) == (2000, [None] * 20)
+        assert max(Counter(seen).values()) <= 400  # two steps may follow each other
 
 
 async def test_a_session_that_fails_in_its_turn_costs_no_other_its_records(
