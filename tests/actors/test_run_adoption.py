@@ -61,6 +61,8 @@ class Connection:
         self._told = self._daemon.told[request.exec_id]
         if isinstance(self._told, bytes):
             self._frames = [(Kind.STDOUT, self._told[request.stdout_offset :])]
+        elif isinstance(self._told, list):
+            self._frames = [(Kind.STDOUT, piece) for piece in self._told]
 
     async def receive_answer(self, *, deadline: float) -> Any:
         await trio.lowlevel.checkpoint()
@@ -87,7 +89,7 @@ class Daemon:
     def __init__(self, root: Path, output: SessionOutput, nursery: trio.Nursery) -> None:
         self._nursery = nursery
         self.output = output
-        self.told: dict[str, bytes | protocol.Error | None] = {}
+        self.told: dict[str, bytes | list[bytes] | protocol.Error | None] = {}
         self.asked: list[object] = []
         self.shell: str | None = None
         """Shell of the runs that PID 1 shows tickets of."""
@@ -237,6 +239,20 @@ async def test_a_refusal_of_pid_1_costs_output_and_not_the_session(tmp_path: Pat
         assert daemon.runs.find("a").info.stdout_bytes == 100
         assert [daemon.output.get(each).first_sequence for each in ("a", "b")] == [2, 1]  # type: ignore[union-attr]
     assert daemon.forgotten == ["a"]
+
+
+async def test_more_pieces_than_pid_1_keeps_cost_their_output(tmp_path: Path) -> None:
+    """Three million of a byte each would be within the bytes of a run, and take a quarter of a gigabyte here."""
+    pieces = protocol.KEPT_RUN_BYTES // protocol.KEPT_PIECE_BYTES + 2
+    await leave_records(tmp_path, "a", state=state_with(pieces))
+    async with open_daemon(tmp_path) as daemon:
+        await daemon.adoption.recover()
+        daemon.told = {"a": [b"x"] * pieces}
+        await daemon.adoption.resume()
+        log = daemon.output.get("a")
+        assert log is not None
+        assert (log.stdout_bytes, log.first_sequence > log.last_sequence) == (pieces, True)
+        await until(lambda: has_forgotten(daemon, 1))
 
 
 async def test_output_that_comes_too_late_is_the_next_daemon_s(tmp_path: Path) -> None:
