@@ -270,6 +270,10 @@ class KeptRuns:
             raise Refused("EXISTS", f"there is a run {request.exec_id[:64]!r}")
         run = KeptRun(next(self._numbers), request, part_bytes=self._part_bytes, on_over=self._on_over)
         self._going[run.exec_id] = run
+        if (part_bytes := self._part_bytes()) < KEPT_RUN_BYTES:
+            for each in self._going.values():
+                if each.line is not None:
+                    each.shrink(part_bytes)
         line = run.line = Line(run, sink)
         try:
             job = begin(run)
