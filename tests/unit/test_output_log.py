@@ -42,7 +42,7 @@ async def test_appending_with_room_gives_the_loop_no_turn(log: OutputLog) -> Non
 
 
 async def test_reading_what_is_there_gives_the_loop_a_turn_for_many_pieces_alone(log: OutputLog) -> None:
-    """Nor is a reader of a long output slowed down."""
+    """A reader of a long output is not slowed down either."""
     await fill(log, 15, data=b"x")
     reader = log.reader()
     with trio.testing.assert_no_checkpoints():

@@ -294,7 +294,7 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
 
 
 async def test_readers_of_dropped_logs_do_not_fill_the_memory(tmp_path: Path) -> None:
-    """What they hold goes last, the oldest of it first, and those readers are told."""
+    """Output that they alone hold goes last, the oldest first, and their readers are told."""
     async with open_output(tmp_path, memory_bytes=4 * MB) as store:
         readers = []
         for number in range(8):
@@ -313,7 +313,7 @@ async def test_readers_of_dropped_logs_do_not_fill_the_memory(tmp_path: Path) ->
 
 
 async def test_a_reader_that_stands_still_costs_other_sessions_nothing(tmp_path: Path) -> None:
-    """It needs the oldest file of the session that has to give up a file: the file goes, and the reader is told."""
+    """The oldest file of the session that has to give up a file goes, though it is needed, and the reader is told."""
     async with open_output(tmp_path, memory_bytes=MB, disk_bytes=12 * MB) as store:
         large, small = store.session("large"), store.session("small")
         log = await ended(large, "dropped", pieces=40)

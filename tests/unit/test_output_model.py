@@ -463,7 +463,7 @@ async def _run_daemons(deeds: Sequence[Deed]) -> None:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(_deeds)
 def test_the_next_daemon_has_all_that_was_written_and_no_counter_drifts(deeds: list[Deed]) -> None:
-    """Whatever was full or short when the daemons before were killed, and wherever the kill came."""
+    """Daemons are killed at any moment, whatever is full or short."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         trio.run(_run_daemons, deeds)
