@@ -16,7 +16,7 @@ from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.adoption import RunAdoption
-from sandkasten.actors.runs.persistence import LOAN_BYTES, Keep, facts_of, restored, state_of
+from sandkasten.actors.runs.persistence import LOAN_BYTES, LOAN_RUNS, Keep, facts_of, restored, state_of
 from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.counters.cgroup import CgroupStats
@@ -30,9 +30,9 @@ from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import OutputStore, SessionOutput
 from tests.actors.test_record_cost import end_one
 from tests.fakes.runner import answer
-from tests.stores import disk_bytes, file_size_limit
+from tests.stores import MB, disk_bytes, file_size_limit
 from tests.unit.test_output_disk import END, FACTS, SESSION
-from tests.waiting import until
+from tests.waiting import patience, until
 
 SEAL = Seal(b"k" * 32, SESSION)
 REPLY = protocol.ExecReply("a", 0, None, "exited", "/", 1, shell_restarted=False, cpu_us=1)
@@ -321,6 +321,36 @@ async def test_many_tiny_pieces_are_not_left_with_pid_1(tmp_path: Path) -> None:
             run.finish(attrs.evolve(END, exec_id=run.exec_id))
             daemon.runs._retire(run)
         await until(lambda: has_forgotten(daemon, 6))
+
+
+async def test_no_more_ended_runs_are_left_with_pid_1_than_it_keeps(tmp_path: Path) -> None:
+    """However little they wrote; PID 1 may give up the oldest of 256."""
+    async with open_daemon(tmp_path) as daemon:
+        for number in range(LOAN_RUNS + 1):
+            run = Run(RunRequest(ExecSpec(":", exec_id=f"short{number}"), timeout_ms=1000))
+            daemon.runs._take(run)
+            run.begin(1)
+            await run.put(Stream.STDOUT, b"x")
+            run.finish(attrs.evolve(END, exec_id=run.exec_id))
+            daemon.runs._retire(run)
+        await until(lambda: has_forgotten(daemon, LOAN_RUNS + 1))
+
+
+async def test_a_run_that_writes_faster_than_the_disk_is_held_up(tmp_path: Path) -> None:
+    """What a daemon has and no file is never more than PID 1 keeps."""
+    async with open_daemon(tmp_path) as daemon:
+        run = Run(RunRequest(ExecSpec(":", exec_id="fast"), timeout_ms=1000))
+        daemon.runs._take(run)
+        run.begin(1)
+        await daemon.output._writing.acquire()  # as a write that takes long
+        with trio.move_on_after(0.5):
+            for _ in range(100):
+                await run.put(Stream.STDOUT, bytes(64 * 1024))
+        assert MB <= run.output_bytes < protocol.KEPT_RUN_BYTES
+        daemon.output._writing.release()
+        with trio.fail_after(patience(10)):
+            for _ in range(80):
+                await run.put(Stream.STDOUT, bytes(64 * 1024))
 
 
 async def test_a_disk_that_stays_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
