@@ -324,7 +324,7 @@ async def test_many_tiny_pieces_are_not_left_with_pid_1(tmp_path: Path) -> None:
 
 
 async def test_no_more_ended_runs_are_left_with_pid_1_than_it_keeps(tmp_path: Path) -> None:
-    """However little they wrote; PID 1 may give up the oldest of 256."""
+    """PID 1 may give up the oldest of 256, however little they wrote."""
     async with open_daemon(tmp_path) as daemon:
         for number in range(LOAN_RUNS + 1):
             run = Run(RunRequest(ExecSpec(":", exec_id=f"short{number}"), timeout_ms=1000))
@@ -337,7 +337,7 @@ async def test_no_more_ended_runs_are_left_with_pid_1_than_it_keeps(tmp_path: Pa
 
 
 async def test_a_run_that_writes_faster_than_the_disk_is_held_up(tmp_path: Path) -> None:
-    """What a daemon has and no file is never more than PID 1 keeps."""
+    """Output that a daemon has and no file is never more than PID 1 keeps."""
     async with open_daemon(tmp_path) as daemon:
         run = Run(RunRequest(ExecSpec(":", exec_id="fast"), timeout_ms=1000))
         daemon.runs._take(run)
