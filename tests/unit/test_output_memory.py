@@ -294,7 +294,7 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
 
 
 async def test_readers_of_dropped_logs_do_not_fill_the_memory(tmp_path: Path) -> None:
-    """Output that they alone hold goes last, the oldest first, and their readers are told."""
+    """Dropped logs go after all else, the oldest first, and their readers are told."""
     async with open_output(tmp_path, memory_bytes=4 * MB) as store:
         readers = []
         for number in range(8):
