@@ -18,6 +18,7 @@ from itertools import count, islice
 
 from runner.loop.context import Job, Refused, Sink
 from runner.wire.protocol import (
+    KEPT_PIECE_BYTES,
     KEPT_RUN_BYTES,
     MAX_FRAME_BYTES,
     MAX_LISTED_RUNS,
@@ -38,7 +39,8 @@ from runner.wire.protocol import (
 MAX_ENDED_RUNS = 256
 MAX_ENDED_BYTES = 1024 * 1024
 MAX_KEPT_BYTES = 16 * 1024 * 1024
-"""Output of all runs that go on. Each keeps an equal part at least, and never less than a pipe holds."""
+"""Output of all runs that go on, `KEPT_PIECE_BYTES` for each piece included. Each keeps an equal part at least, and
+never less than a pipe holds."""
 
 _LEAST_KEPT_BYTES = 128 * 1024
 _PIECES_KEPT = 4
@@ -97,7 +99,7 @@ class KeptRun:
     def send(self, kind: Kind, body: bytes) -> None:
         self._pieces.append((kind, body))
         self._total[kind] += len(body)
-        self.kept_bytes += len(body)
+        self.kept_bytes += KEPT_PIECE_BYTES + len(body)
         if self.line is not None:
             self.shrink(self._part_bytes())
             self.line.sink.send(kind, body)
@@ -139,7 +141,7 @@ class KeptRun:
         while self.kept_bytes > limit_bytes:
             kind, body = self._pieces.popleft()
             self._first[kind] += len(body)
-            self.kept_bytes -= len(body)
+            self.kept_bytes -= KEPT_PIECE_BYTES + len(body)
 
     @property
     def entry(self) -> RunEntry:
@@ -163,7 +165,7 @@ class KeptRun:
             at[kind] += len(body)
             if rest:
                 self._pieces.append((kind, rest))
-                self.kept_bytes += len(rest)
+                self.kept_bytes += KEPT_PIECE_BYTES + len(rest)
         for kind in _STREAMS:
             self._first[kind] = max(self._first[kind], offsets[kind])
 
@@ -268,6 +270,10 @@ class KeptRuns:
             raise Refused("EXISTS", f"there is a run {request.exec_id[:64]!r}")
         run = KeptRun(next(self._numbers), request, part_bytes=self._part_bytes, on_over=self._on_over)
         self._going[run.exec_id] = run
+        if (part_bytes := self._part_bytes()) < KEPT_RUN_BYTES:
+            for each in self._going.values():
+                if each.line is not None:
+                    each.shrink(part_bytes)
         line = run.line = Line(run, sink)
         try:
             job = begin(run)

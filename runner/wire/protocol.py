@@ -563,6 +563,10 @@ KEPT_RUN_BYTES = 3 * 1024 * 1024
 """Most output of one run that PID 1 keeps. More than can be on its way: unsent, in the socket, and received by the
 daemon but not stored."""
 
+KEPT_PIECE_BYTES = 20
+"""A piece that PID 1 keeps counts so much beside its bytes. It takes 120; but with more than a sixth of that, the tiny
+pieces that can be on their way would not be kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class ListRuns:

@@ -84,6 +84,8 @@ class Ledger:
         self.running: dict[KeptOutput, None] = {}
         self.in_memory: OrderedDict[OutputAccount, None] = OrderedDict()
         """Sessions with output of ended runs in memory, in the order of their turns."""
+        self.lingering: dict[KeptOutput, None] = {}
+        """Dropped logs with an end in memory for readers that are close behind."""
         self.unneeded: dict[SessionFiles, None] = {}
         """Sessions with files of which nothing may be needed any more."""
         self.reading = trio.CapacityLimiter(_READING_THREADS)
@@ -117,6 +119,7 @@ class Ledger:
 
     def remove_ended(self, kept: KeptOutput) -> None:
         """Nothing of an ended run is in memory any more."""
+        self.lingering.pop(kept, None)
         kept.account.in_memory.pop(kept, None)
         if not kept.account.in_memory:
             self.in_memory.pop(kept.account, None)
@@ -298,7 +301,9 @@ class KeptOutput:
         try:
             return await trio.to_thread.run_sync(block.read, limiter=self._ledger.reading, abandon_on_cancel=True)
         except (OSError, BadRecord) as error:
-            if not block.is_dropped:
+            if any(part.file.is_given_up for part in block.parts):
+                self.drop_through(block)
+            elif not block.is_dropped:
                 self._ledger.report(error)
                 self.lose_through(block)
             return ()
@@ -471,6 +476,11 @@ class KeptOutput:
         for part in block.parts:
             self._ledger.release(part)
 
+    def drop_through(self, block: Block) -> None:
+        """Forget everything up to the end of a block."""
+        while not block.is_dropped:
+            self.drop_oldest()
+
     def drop_file(self, file: DataFile) -> None:
         """Forget everything up to the last block of which a part lies in `file`, the oldest of its session."""
         while self._blocks and any(part.file is file for part in self._blocks[0].parts):
@@ -486,8 +496,7 @@ class KeptOutput:
     def lose_through(self, block: Block) -> None:
         """Forget everything up to the end of a block that the disk did not take or give back."""
         before = self.first_offset(None)
-        while not block.is_dropped:
-            self.drop_oldest()
+        self.drop_through(block)
         self._ledger.lost_bytes += self.first_offset(None) - before
 
     def _seal(self, block: Block) -> None:
@@ -497,8 +506,8 @@ class KeptOutput:
             return
         self._remember_last_line(block)
         block.packed = pack(block.pieces)
+        saved = len(block.pieces) * (PIECE_OVERHEAD_BYTES - PIECE_HEADER_BYTES)
         block.pieces = None
-        saved = block.cost_bytes - BLOCK_OVERHEAD_BYTES - len(block.packed)
         block.cost_bytes -= saved
         self.cost_bytes -= saved
         if self._is_charged:

@@ -149,9 +149,10 @@ def unpack(data: bytes, first_sequence: int) -> list[Output]:
 
 
 class DataFile:
-    """One file. `live_parts`, counted by the event loop, are the parts of output in the file that are still needed."""
+    """One file. `live_parts`, counted by the event loop, are the parts of output in the file that are still needed;
+    `is_given_up`: they go all the same."""
 
-    __slots__ = ("is_output", "live_parts", "owner", "path", "size_bytes")
+    __slots__ = ("is_given_up", "is_output", "live_parts", "owner", "path", "size_bytes")
 
     def __init__(self, owner: SessionFiles, path: Path, size_bytes: int = 0) -> None:
         self.owner = owner
@@ -159,6 +160,7 @@ class DataFile:
         self.size_bytes = size_bytes
         self.is_output = path.suffix == ".out"
         self.live_parts = 0
+        self.is_given_up = False
 
 
 @attrs.frozen
@@ -321,10 +323,6 @@ class SessionFiles:
         self._numbers_taken += 1
         return self._numbers_taken
 
-    def end(self, file: DataFile) -> None:
-        """Add no more output to a file, so that it can be removed."""
-        self._is_filling = self._is_filling and file is not self._outputs[-1]
-
     def keep(self) -> None:
         """Remove no file for want of need: the next daemon needs them. `discard` still removes them."""
         self._is_kept = True
@@ -392,6 +390,14 @@ class SessionFiles:
                 self._remove(
                     self._outputs, [file for file in self._outputs if not file.live_parts and file not in filling]
                 )
+
+    def give_up(self, file: DataFile) -> None:
+        """Remove a file of output, also while a reader needs it; unless the next daemon does."""
+        with self._lock:
+            if file in self._outputs and not self._is_kept:
+                self._is_filling = self._is_filling and file is not self._outputs[-1]
+                file.is_given_up = True
+                self._remove(self._outputs, [file])
 
     def discard(self) -> None:
         """The session has ended: nothing more is written, and a file stays only while a reader needs output in it."""

@@ -22,7 +22,9 @@ WINDOW_BYTES: Final = 1024 * 1024
 """Output that a reader may be behind before the writer waits. Every piece counts `PIECE_OVERHEAD_BYTES` beside its own.
 """
 
-_PIECE_BYTES: Final = 64 * 1024
+_PIECE_BYTES: Final = 256 * 1024
+"""The largest piece that PID 1 sends."""
+
 _PIECES_PER_CHECKPOINT: Final = 16
 
 
@@ -214,6 +216,8 @@ class OutputLog:
         self.is_gone = self._is_closed = True
         self.kept.leave_account()
         self._drop_unneeded()
+        if self.kept.memory_bytes:
+            self._ledger.lingering[self.kept] = None
         self.tell()
         self._wake_writer()
 

@@ -13,13 +13,15 @@ is the only writer of its session's files.
 
 Who gives way:
 
-- Memory is short: blocks of ended runs leave it first, session by session, then those of the largest running one.
+- Memory is short: blocks of ended runs leave it first, session by session, then those of the largest running one. What
+  readers still hold of logs that were dropped goes last.
 - A session costs more than its limit: its ended runs are dropped, oldest part first, then the oldest part of the
   largest running log. Costs are counted as in memory, wherever the output lies, and an ended run costs its record.
 - The records of all sessions take too much: the session that takes most drops its oldest ended run.
 - The output of all sessions takes too much disk: the session with most of it gives up its oldest file, with the output
-  in it, of running logs as well. To drop ended runs alone may free no file. So no session loses anything as long
-  as it has no more than its equal part.
+  in it, of running logs as well, and whoever reads it. To drop ended runs alone may free no file. So no session loses
+  anything as long as it has no more than its equal part.
+- The disk takes nothing, and memory is short: the session with most output in memory loses the oldest of that.
 - The time of an ended run is over: the run is dropped.
 
 A disk that fails or is full costs old output, and the next daemon's knowledge; never a run.
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import ceil, inf
@@ -71,6 +73,10 @@ _LOCKED_S: Final = 0.01
 
 _WRITERS: Final = 2
 _READERS: Final = 4
+_MOST_UNTOLD: Final = 4096
+"""Ids of runs that are gone, and of those that were refused, which a write that failed leaves to the next. PID 1 can
+show fewer to the next daemon."""
+
 _DROPS_AT_ONCE: Final = 256
 _RUNS_PER_CHECKPOINT: Final = 128
 
@@ -82,11 +88,13 @@ Describe = Callable[[str], tuple[RunFacts | bytes, RunState] | None]
 
 Chosen = Sequence[tuple[KeptOutput, Block, Tail]]
 
+Batch = Sequence[tuple[KeptOutput, Sequence[Block]]]
+
 ROUND_S: Final = 0.1
 """Time between two moments at which the records of all sessions are written."""
 
 _TURNS_AT_ONCE: Final = 64
-"""Sessions whose records are put together without a pause, and written by one call of a thread."""
+"""Sessions whose records are written by one call of a thread."""
 
 
 @attrs.frozen
@@ -170,10 +178,14 @@ class Shelf:
                 self.closed.popleft()
             await trio.lowlevel.checkpoint()
 
-    def drop_expired(self) -> None:
+    async def drop_expired(self) -> None:
+        """Drop the logs whose time is over, and let others run meanwhile."""
         now = trio.current_time()
         while self.next_expiry <= now:
-            next(iter(self._logs.values())).drop_oldest()
+            for _ in range(_DROPS_AT_ONCE):
+                if self.next_expiry <= now:
+                    next(iter(self._logs.values())).drop_oldest()
+            await trio.lowlevel.checkpoint()
 
 
 @attrs.frozen
@@ -372,7 +384,7 @@ class SessionOutput:
             self._ledger.note_unneeded(self.files)
         on_settled(error)
 
-    async def write_out(self, batch: Sequence[tuple[KeptOutput, Sequence[Block]]]) -> None:
+    async def write_out(self, batch: Batch) -> None:
         """Have blocks leave memory, the oldest of each log; those that lie in memory alone are written before.
 
         Raises:
@@ -434,8 +446,8 @@ class SessionOutput:
 
     def _put_back(self, due: _Due) -> None:
         self._changed = due.changed | self._changed
-        self._gone[:0] = due.gone
-        self._refused[:0] = due.refused
+        self._gone = (due.gone + self._gone)[-_MOST_UNTOLD:]
+        self._refused = (due.refused + self._refused)[-_MOST_UNTOLD:]
 
     def _news(self, due: _Due, runs: Sequence[tuple[RunFacts | bytes, RunState]], tails: Sequence[Tail] = ()) -> News:
         statement = self.used.encode() if self.files.needs_statement else None
@@ -488,14 +500,13 @@ class SessionOutput:
             assert oldest is not None
             await self._drop_file(oldest)
             if files.oldest_output is oldest:
-                return  # a reader needs it, or the session was closed
+                return  # the session was closed
 
     async def _drop_file(self, file: DataFile) -> None:
-        """Drop the output in the oldest file, and the file unless a reader needs it."""
+        """Drop the output in the oldest file, and the file: no reader of a dropped log can keep that for ever."""
         for log in self._logs.values():
             log.kept.drop_file(file)
-        self.files.end(file)
-        await self._store.in_thread(self.files.remove_unneeded)
+        await self._store.in_thread(self.files.give_up, file)
 
     # The limit of the session
 
@@ -619,7 +630,7 @@ class OutputStore:
         ledger = self._ledger
         while True:
             ledger.work = trio.Event()
-            self._shelf.drop_expired()
+            await self._shelf.drop_expired()
             await self._shelf.drop_closed()
             await self.remove_unneeded()
             if ledger.memory_bytes > ledger.memory_limit_bytes:
@@ -642,12 +653,21 @@ class OutputStore:
                 await self._write_records(turns[start : start + _TURNS_AT_ONCE])
 
     async def _write_records(self, turns: Sequence[Turn]) -> None:
-        records = [found for turn in turns if (found := _of_one_session(turn)) is not None]
-        errors: Sequence[OSError | None] = [OSError(errno.EAGAIN, "the daemon stops")] * len(records)
+        records: list[Records] = []
+        errors: Sequence[OSError | None] = ()
         try:
+            described = 0
+            for turn in turns:
+                if (found := _of_one_session(turn)) is not None:
+                    records.append(found)
+                    described += len(found.news.runs)
+                if described >= _RUNS_PER_CHECKPOINT:
+                    described = 0
+                    await trio.lowlevel.checkpoint()
             if records:
                 errors = await self.in_thread(_write_each, records)
         finally:
+            errors = errors or [OSError(errno.EAGAIN, "the daemon stops")] * len(records)
             for each, error in zip(records, errors, strict=True):
                 _of_one_session(partial(each.settle, error))
 
@@ -711,36 +731,54 @@ class OutputStore:
             try:
                 await owner.write_out(batch)
             except OSError as error:
-                for kept, blocks in batch:
+                # EAGAIN: the disk is not to blame, and nothing else would be written in place of these
+                for kept, blocks in batch if error.errno == errno.EAGAIN else self._most_in_memory():
                     kept.lose(blocks)
                 ledger.report(error)
+        while ledger.memory_bytes > ledger.memory_low_bytes and ledger.lingering:
+            kept = next(iter(ledger.lingering))
+            kept.drop_through(kept.blocks[-1])
 
-    def _choose(self) -> Sequence[tuple[KeptOutput, Sequence[Block]]]:
+    def _choose(self) -> Batch:
         """Return what leaves memory next: the oldest of ended runs of one session; without any, of the largest running
         log."""
         ledger = self._ledger
-        batch: list[tuple[KeptOutput, Sequence[Block]]] = []
         if not ledger.in_memory:
             largest = max(ledger.running, key=lambda kept: kept.memory_bytes, default=None)
             if largest is not None and largest.memory_bytes:
                 excess_bytes = largest.memory_bytes - ledger.memory_low_bytes // len(ledger.running)
                 wanted_bytes = min(max(excess_bytes, BLOCK_BYTES), _BATCH_BYTES)
-                batch.append((largest, largest.oldest_in_memory(wanted_bytes)))
-            return batch
-        room_bytes = _BATCH_BYTES
+                return [(largest, largest.oldest_in_memory(wanted_bytes))]
+            return []
         account = next(iter(ledger.in_memory))
         ledger.in_memory.move_to_end(account)
-        for kept in account.in_memory:
-            if room_bytes <= 0:
-                break
-            blocks = kept.oldest_in_memory(room_bytes)
-            batch.append((kept, blocks))
-            room_bytes -= sum(block.cost_bytes for block in blocks)
-        return batch
+        return _oldest_in_memory(account.in_memory)
+
+    def _most_in_memory(self) -> Batch:
+        """Return what is lost when the disk takes nothing: the oldest of the session with most output in memory."""
+        ended = [kept for account in self._ledger.in_memory for kept in account.in_memory]
+        used = defaultdict[OutputAccount, int](int)
+        for kept in (*ended, *self._ledger.running):
+            used[kept.account] += kept.memory_bytes
+        largest = max(used, key=used.__getitem__, default=None)
+        return _oldest_in_memory(kept for kept in (*ended, *self._ledger.running) if kept.account is largest)
 
 
 def _size(chosen: Chosen) -> int:
     return sum(tail.size_bytes for _, _, tail in chosen)
+
+
+def _oldest_in_memory(logs: Iterable[KeptOutput]) -> Batch:
+    """Return the oldest blocks of some logs, the first of them first, about `_BATCH_BYTES`."""
+    batch: list[tuple[KeptOutput, Sequence[Block]]] = []
+    room_bytes = _BATCH_BYTES
+    for kept in logs:
+        if room_bytes <= 0:
+            break
+        blocks = kept.oldest_in_memory(room_bytes)
+        batch.append((kept, blocks))
+        room_bytes -= sum(block.cost_bytes for block in blocks)
+    return batch
 
 
 def _shrinkable_bytes(log: OutputLog) -> int:

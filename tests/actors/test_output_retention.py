@@ -58,6 +58,31 @@ async def test_an_ended_run_is_dropped_when_its_time_is_over(
         assert others.bytes_used == 0 < logs.bytes_used == store.memory_bytes_used
 
 
+async def test_very_many_runs_whose_time_is_over_leave_others_their_turns(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """After a restart all runs of the earlier daemon have the same time."""
+    async with output_in_memory(tmp_path, retention_s=900) as store:
+        logs = store.session("a")
+        gone: list[str] = []
+        has_begun = trio.Event()
+
+        def note(exec_id: str) -> None:
+            gone.append(exec_id)
+            has_begun.set()
+
+        logs.when_gone(note)
+        for number in range(2000):
+            logs.open(str(number))
+            logs.retire(str(number))
+        await has_begun.wait()
+        turns = 0
+        while len(gone) < 2000:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+        assert turns > 4
+
+
 async def test_a_session_that_ended_is_forgotten_by_the_clock(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -16,7 +16,7 @@ from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.adoption import RunAdoption
-from sandkasten.actors.runs.persistence import Keep, facts_of, restored, state_of
+from sandkasten.actors.runs.persistence import LOAN_BYTES, LOAN_RUNS, Keep, facts_of, restored, state_of
 from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.counters.cgroup import CgroupStats
@@ -30,9 +30,9 @@ from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import OutputStore, SessionOutput
 from tests.actors.test_record_cost import end_one
 from tests.fakes.runner import answer
-from tests.stores import disk_bytes
+from tests.stores import MB, disk_bytes, file_size_limit
 from tests.unit.test_output_disk import END, FACTS, SESSION
-from tests.waiting import until
+from tests.waiting import patience, until
 
 SEAL = Seal(b"k" * 32, SESSION)
 REPLY = protocol.ExecReply("a", 0, None, "exited", "/", 1, shell_restarted=False, cpu_us=1)
@@ -61,6 +61,8 @@ class Connection:
         self._told = self._daemon.told[request.exec_id]
         if isinstance(self._told, bytes):
             self._frames = [(Kind.STDOUT, self._told[request.stdout_offset :])]
+        elif isinstance(self._told, list):
+            self._frames = [(Kind.STDOUT, piece) for piece in self._told]
 
     async def receive_answer(self, *, deadline: float) -> Any:
         await trio.lowlevel.checkpoint()
@@ -87,7 +89,7 @@ class Daemon:
     def __init__(self, root: Path, output: SessionOutput, nursery: trio.Nursery) -> None:
         self._nursery = nursery
         self.output = output
-        self.told: dict[str, bytes | protocol.Error | None] = {}
+        self.told: dict[str, bytes | list[bytes] | protocol.Error | None] = {}
         self.asked: list[object] = []
         self.shell: str | None = None
         """Shell of the runs that PID 1 shows tickets of."""
@@ -239,6 +241,20 @@ async def test_a_refusal_of_pid_1_costs_output_and_not_the_session(tmp_path: Pat
     assert daemon.forgotten == ["a"]
 
 
+async def test_more_pieces_than_pid_1_keeps_cost_their_output(tmp_path: Path) -> None:
+    """Three million of a byte each would be within the bytes of a run, and take a quarter of a gigabyte here."""
+    pieces = protocol.KEPT_RUN_BYTES // protocol.KEPT_PIECE_BYTES + 2
+    await leave_records(tmp_path, "a", state=state_with(pieces))
+    async with open_daemon(tmp_path) as daemon:
+        await daemon.adoption.recover()
+        daemon.told = {"a": [b"x"] * pieces}
+        await daemon.adoption.resume()
+        log = daemon.output.get("a")
+        assert log is not None
+        assert (log.stdout_bytes, log.first_sequence > log.last_sequence) == (pieces, True)
+        await until(lambda: has_forgotten(daemon, 1))
+
+
 async def test_output_that_comes_too_late_is_the_next_daemon_s(tmp_path: Path) -> None:
     """PID 1 is not waited for a second time, keeps its runs, and the records say as much as before."""
     await leave_records(tmp_path, "a", "b", state=state_with(100))
@@ -291,6 +307,65 @@ async def test_pid_1_is_not_told_of_each_run_without_output(tmp_path: Path) -> N
         run.finish(attrs.evolve(END, exec_id=run.exec_id))
         persistence.ended(run)
         await until(lambda: has_forgotten(daemon, 18))
+
+
+async def test_many_tiny_pieces_are_not_left_with_pid_1(tmp_path: Path) -> None:
+    """PID 1 keeps less of them than of others, and so would give them up."""
+    async with open_daemon(tmp_path) as daemon:
+        for number in range(6):
+            run = Run(RunRequest(ExecSpec(":", exec_id=f"tiny{number}"), timeout_ms=1000))
+            daemon.runs._take(run)
+            run.begin(1)
+            for _ in range(LOAN_BYTES // protocol.KEPT_PIECE_BYTES // 6):
+                await run.put(Stream.STDOUT, b"x")
+            run.finish(attrs.evolve(END, exec_id=run.exec_id))
+            daemon.runs._retire(run)
+        await until(lambda: has_forgotten(daemon, 6))
+
+
+async def test_no_more_ended_runs_are_left_with_pid_1_than_it_keeps(tmp_path: Path) -> None:
+    """PID 1 may give up the oldest of 256, however little they wrote."""
+    async with open_daemon(tmp_path) as daemon:
+        for number in range(LOAN_RUNS + 1):
+            run = Run(RunRequest(ExecSpec(":", exec_id=f"short{number}"), timeout_ms=1000))
+            daemon.runs._take(run)
+            run.begin(1)
+            await run.put(Stream.STDOUT, b"x")
+            run.finish(attrs.evolve(END, exec_id=run.exec_id))
+            daemon.runs._retire(run)
+        await until(lambda: has_forgotten(daemon, LOAN_RUNS + 1))
+
+
+async def test_a_run_that_writes_faster_than_the_disk_is_held_up(tmp_path: Path) -> None:
+    """Output that a daemon has and no file is never more than PID 1 keeps."""
+    async with open_daemon(tmp_path) as daemon:
+        run = Run(RunRequest(ExecSpec(":", exec_id="fast"), timeout_ms=1000))
+        daemon.runs._take(run)
+        run.begin(1)
+        await daemon.output._writing.acquire()  # as a write that takes long
+        with trio.move_on_after(0.5):
+            for _ in range(100):
+                await run.put(Stream.STDOUT, bytes(64 * 1024))
+        assert MB <= run.output_bytes < protocol.KEPT_RUN_BYTES
+        daemon.output._writing.release()
+        with trio.fail_after(patience(10)):
+            for _ in range(80):
+                await run.put(Stream.STDOUT, bytes(64 * 1024))
+
+
+async def test_a_disk_that_stays_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each write fails; the log may lie on the same disk."""
+    async with open_daemon(tmp_path) as daemon:
+        with file_size_limit(1):
+            for number in range(20):
+                daemon.runs.persistence.ended(end_one(daemon.output, number, ":"))
+                assert not await daemon.runs.persistence.write()
+        assert [record.message for record in caplog.records] == ["runs_not_written"]
+        await daemon.runs.persistence.write()
+        with file_size_limit(1):
+            daemon.output.note_gone("gone")
+            await daemon.runs.persistence.write()
+        assert [record.message for record in caplog.records] == ["runs_not_written"] * 2
 
 
 async def has_forgotten(daemon: Daemon, count: int) -> bool:

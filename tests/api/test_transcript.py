@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import attrs
 import pytest
+import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api.resources.run_output import MAX_HELD_BYTES, OutputFormat, Position, Transcript
-from sandkasten.model import Output, Stream
+from sandkasten.actors.runs.run import Run, RunReader, RunRequest
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.resources.run_output import MAX_HELD_BYTES, OutputFormat, Position, RunEvents, Transcript
+from sandkasten.model import ExecSpec, Output, Stream
 from sandkasten.sdk.text import OutputText
+from tests.api.test_websocket_outbox import Steps
+from tests.stores import open_output
+from tests.unit.test_output_disk import END
 
 TEXT = OutputFormat()
 RAW = OutputFormat(is_raw=True)
@@ -181,3 +192,46 @@ def test_a_made_up_position_does_no_harm(
         _, positions = read(events_of(outputs(pieces), output_format, start, []))
         for position in positions:
             Position.parse(position)
+
+
+class Answer(Exchange):
+    """An answer whose client takes all at once."""
+
+    method, is_started, settings = "POST", False, ApiSettings()
+
+    def __init__(self) -> None:
+        self.body = b""
+
+    async def start(self, *_: object) -> None:
+        self.is_started = True
+        await trio.lowlevel.checkpoint()
+
+    async def write(self, data: bytes) -> None:
+        self.body += data
+        await trio.lowlevel.checkpoint()
+
+    async def finish(self, data: bytes = b"") -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_piece_costs_no_switch_of_tasks(tmp_path: Path) -> None:
+    """Many pieces go from the task that reads to the one that writes in a turn."""
+    async with open_output(tmp_path) as store:
+        run = Run(RunRequest(ExecSpec(":", exec_id="a"), timeout_ms=1000))
+        run.join(store.session("s").open("a"), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
+        run.begin(1)
+        for number in range(2000):
+            await run.put(Stream.STDOUT, b"%d\n" % number)
+        run.finish(attrs.evolve(END, exec_id="a"))
+
+        @asynccontextmanager
+        async def open_run() -> AsyncIterator[RunReader]:
+            yield RunReader(run)
+
+        answer, steps = Answer(), Steps()
+        trio.lowlevel.add_instrument(steps)
+        await RunEvents(answer, open_run, Transcript(TEXT, Position()), TEXT).run()
+        trio.lowlevel.remove_instrument(steps)
+        assert steps.count < 1000
+        assert b"1998\\n1999\\n" in answer.body
+        assert b"event: done" in answer.body

@@ -48,7 +48,7 @@ from sandkasten.output.records import (
     state_from_json,
     state_to_json,
 )
-from tests.stores import file_size_limit
+from tests.stores import disk_bytes, file_size_limit
 
 SESSION = "a" * 24
 OTHER = "b" * 24
@@ -274,9 +274,11 @@ def test_a_file_of_output_stays_while_it_is_needed(tmp_path: Path, monkeypatch: 
     third.file.live_parts = 0
     files.remove_unneeded()
     assert names(tmp_path, "out") == [third.file.path.name]
-    files.end(third.file)
-    files.remove_unneeded()
+    third.file.live_parts = 1
+    files.give_up(third.file)
     assert names(tmp_path, "out") == []
+    (fourth,) = write(files, tail("a", 4, b"z", offset=4002))
+    assert names(tmp_path, "out") == [fourth.file.path.name] != [third.file.path.name]
 
 
 def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +296,12 @@ def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatc
     assert (len(names(tmp_path, "runs")), older in names(tmp_path, "runs")) == (1, False)
     written = open_files(tmp_path).read()
     assert (list(written.runs), data_of(written, "a")) == (["a", "b"], b"x" * 4000)
+    (tmp_path / f"{SESSION}.000000ff.runs").write_bytes(b"the statement of a daemon that was killed"[:9])
+    after = open_files(tmp_path)
+    assert list(after.read().runs) == ["a", "b"]
+    after.note_counted()
+    after.remove_unneeded()
+    assert list(open_files(tmp_path).read().runs) == ["a", "b"]
 
 
 def test_a_write_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
@@ -338,12 +346,13 @@ def test_a_full_disk_takes_nothing_by_halves(tmp_path: Path) -> None:
     """A failed write is taken back; the next one is read as if there had been none."""
     files = open_files(tmp_path)
     write(files, tail("a", 1, b"one"), runs=[run("a")])
+    before_bytes = disk_bytes(tmp_path)
     with file_size_limit(2000):
         for _ in range(2):
             with pytest.raises(OSError, match="File too large"):
                 write(files, tail("a", 2, b"x" * 4000, offset=3), runs=[run("a")])
             assert files.needs_statement
-    assert len(list(tmp_path.iterdir())) == 2
+    assert (len(list(tmp_path.iterdir())), disk_bytes(tmp_path)) == (2, before_bytes)
     with pytest.raises(OSError, match="failed meanwhile"):
         write(files, statement=None)
     write(files, tail("a", 3, b"three", offset=4003), runs=[run("a")], statement=digests("used"))

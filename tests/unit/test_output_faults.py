@@ -57,6 +57,35 @@ async def test_a_disk_that_takes_nothing_costs_output_and_no_run(
         assert (140 - after) * PIECE == await drain(log.reader(after=after))
 
 
+async def test_a_full_disk_costs_output_of_the_session_that_fills_the_memory(tmp_path: Path) -> None:
+    """Others that take less keep theirs, though ended runs leave memory first."""
+    async with open_output(tmp_path, memory_bytes=2 * MB) as store:
+        with file_size_limit(1000):
+            small = [await ended(store.session(f"small{number}"), "a", pieces=2) for number in range(4)]
+            await fill(store.session("large").open("running"), 100)
+            await wait_memory_below(store, 2 * MB)
+            for number in range(40):
+                await ended(store.session("large"), str(number), pieces=2)
+            await wait_memory_below(store, 2 * MB)
+        assert store.lost_bytes > 0
+        assert [log.first_sequence for log in small] == [1] * 4
+
+
+async def test_a_full_disk_costs_nothing_that_was_written_before(tmp_path: Path) -> None:
+    """Output that lies in files leaves memory in place of what the disk does not take."""
+    async with open_output(tmp_path, memory_bytes=2 * MB) as store:
+        large = store.session("large")
+        log = large.open("running")
+        await fill(log, 30)
+        await large.write(["running"])
+        with file_size_limit(1000):
+            small = await ended(store.session("small"), "a", pieces=8)
+            await wait_memory_below(store, 2 * MB)
+        assert (log.first_sequence, small.first_sequence, store.lost_bytes) == (1, 1, 0)
+        log.close()
+        assert await drain(log.reader()) == 30 * PIECE
+
+
 async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nursery: trio.Nursery) -> None:
     """The viewer skips to the end of what there is, and the writer that was held goes on."""
     async with open_output(tmp_path, memory_bytes=KB) as store:

@@ -41,6 +41,15 @@ async def test_appending_with_room_gives_the_loop_no_turn(log: OutputLog) -> Non
         await fill(log, 100)
 
 
+async def test_reading_what_is_there_gives_the_loop_a_turn_for_many_pieces_alone(log: OutputLog) -> None:
+    """A reader of a long output is not slowed down either."""
+    await fill(log, 15, data=b"x")
+    reader = log.reader()
+    with trio.testing.assert_no_checkpoints():
+        await take(reader, 15)
+    reader.close()
+
+
 async def test_readers_follow_each_from_where_it_joined(log: OutputLog, nursery: trio.Nursery) -> None:
     """Several readers at once get everything behind the piece they named, live."""
     got: dict[int, bytes] = {}

@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten.errors import ExecGone
 from sandkasten.model import Stream
 from sandkasten.output.log import OutputLog
 from sandkasten.output.store import OutputStore, SessionOutput
@@ -290,6 +291,44 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
         assert store.disk_bytes_used <= 4 * MB
         assert log.last_sequence == 200 > log.last_sequence - log.first_sequence > 20
         assert (small.first_sequence, store.lost_bytes) == (1, 0)
+
+
+async def test_readers_of_dropped_logs_do_not_fill_the_memory(tmp_path: Path) -> None:
+    """Dropped logs go after all else, the oldest first, and their readers are told."""
+    async with open_output(tmp_path, memory_bytes=4 * MB) as store:
+        readers = []
+        for number in range(8):
+            logs = store.session(str(number))
+            log = logs.open("a")
+            readers.append(log.reader())
+            await fill(log, 14)
+            logs.close()
+            assert store.memory_bytes_used < 5 * MB
+            await trio.testing.wait_all_tasks_blocked()
+        assert 2 * MB < store.memory_bytes_used <= 4 * MB
+        with pytest.raises(ExecGone):
+            await drain(readers[0])
+        assert await drain(readers[-1]) == 14 * PIECE
+        assert store.lost_bytes == 0
+
+
+async def test_a_reader_that_stands_still_costs_other_sessions_nothing(tmp_path: Path) -> None:
+    """The oldest file of the session that has to give up a file goes, though it is needed, and the reader is told."""
+    async with open_output(tmp_path, memory_bytes=MB, disk_bytes=12 * MB) as store:
+        large, small = store.session("large"), store.session("small")
+        log = await ended(large, "dropped", pieces=40)
+        await wait_memory_below(store, MB)
+        reader = log.reader(after=30)
+        large.drop_oldest()
+        for number in range(12):
+            await ended(large, str(number), pieces=16)
+        kept = [await ended(small, str(number), pieces=16) for number in range(4)]
+        await wait_memory_below(store, MB)
+        assert [each.first_sequence for each in kept] == [1] * 4
+        assert store.disk_bytes_used <= 12 * MB
+        with pytest.raises(ExecGone):
+            await drain(reader)
+        assert store.lost_bytes == 0
 
 
 async def test_closing_frees_everyone(tmp_path: Path) -> None:

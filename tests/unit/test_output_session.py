@@ -171,6 +171,19 @@ async def test_a_reader_close_behind_still_gets_the_tail_of_a_dropped_log(logs: 
     assert await drain(early) == 10 * PIECE
 
 
+async def test_a_reader_that_held_the_run_is_close_behind(logs: SessionOutput, nursery: trio.Nursery) -> None:
+    """The last piece that came before the run was held is of the largest size."""
+    log = logs.open("a")
+    reader = log.reader()
+    await fill(log, 15)
+    await log.append(OUT, 4 * PIECE)
+    nursery.start_soon(fill, log, 1)
+    await trio.testing.wait_all_tasks_blocked()
+    assert log.last_sequence == 16
+    logs.close()
+    assert await drain(reader) == 19 * PIECE
+
+
 async def test_a_reader_far_behind_loses_a_dropped_log(logs: SessionOutput) -> None:
     """The reader came when all was over and holds no room that running commands need."""
     log = await ended(logs, "a", pieces=40)

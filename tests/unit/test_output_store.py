@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import trio
 
 from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
+from sandkasten.output.blocks import PART_OVERHEAD_BYTES
 from sandkasten.output.disk import FILE_BYTES, Written
 from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState
@@ -117,6 +119,30 @@ async def test_the_records_of_many_sessions_share_a_thread(tmp_path: Path) -> No
         assert list((await described(again, name).read()).runs) == ["a"]
 
 
+async def test_the_records_of_many_sessions_leave_others_their_turns(tmp_path: Path) -> None:
+    """After a restart the first record of each session comes with those of all its runs."""
+    async with open_output(tmp_path) as store:
+        settled: list[OSError | None] = []
+        turn = 0
+        seen: list[int] = []
+
+        def describe_now(exec_id: str) -> tuple[RunFacts, RunState]:
+            seen.append(turn)
+            return describe(exec_id)
+
+        for number in range(20):
+            output = store.session(f"{number:024x}")
+            output.describe_with(describe_now)
+            for run in range(100):
+                output.open(f"run/{run}")
+            output.write_soon(partial(output.take_records, settled.append))
+        while len(settled) < 20:
+            turn += 1
+            await trio.lowlevel.checkpoint()
+        assert (len(seen), settled) == (2000, [None] * 20)
+        assert max(Counter(seen).values()) <= 400  # two steps may follow each other
+
+
 async def test_a_session_that_fails_in_its_turn_costs_no_other_its_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +190,21 @@ async def test_output_is_written_once(tmp_path: Path) -> None:
         assert store.memory_bytes_used <= MB
         assert [piece async for piece in log.reader()] == expected
         assert store.lost_bytes == 0
+
+
+async def test_each_part_in_a_file_counts_when_tiny_pieces_are_packed(tmp_path: Path) -> None:
+    """A command that says a character in each round has a place in the file for each."""
+    async with open_output(tmp_path) as store:
+        output = described(store)
+        log = output.open("run/slow")
+        for _ in range(200):
+            await log.append(OUT, b".")
+            await output.write(["run/slow"])
+        output.retire("run/slow")
+        (block,) = log.kept.blocks
+        assert (block.pieces, len(block.parts)) == (None, 200)
+        assert store.memory_bytes_used > 200 * PART_OVERHEAD_BYTES
+        assert output.bytes_used > 200 * PART_OVERHEAD_BYTES
 
 
 async def test_the_next_daemon_has_what_was_written_without_reading_it(tmp_path: Path) -> None:
@@ -261,6 +302,22 @@ async def test_an_id_that_is_dropped_while_a_statement_is_made_stays_known(tmp_p
     _, written = await open_next(tmp_path)
     assert "chosen-299" not in written.runs
     assert "chosen-299" in written.used
+
+
+async def test_a_disk_that_stays_full_makes_no_list_of_what_is_gone_endless(tmp_path: Path) -> None:
+    """The newest are told when the disk takes them; PID 1 can show no older ones again."""
+    async with open_output(tmp_path, retention_s=0) as store:
+        output = described(store)
+        with file_size_limit(1):
+            for number in range(6000):
+                output.open(f"run/{number}")
+                output.note_gone(f"gone/{number}")
+                output.discard(f"run/{number}")
+                if number % 1000 == 999:
+                    with pytest.raises(OSError, match="File too large"):
+                        await output.write()
+        assert (len(output._gone), len(output._refused)) == (4096, 4096)
+        assert output._gone[-1] == "gone/5999"
 
 
 async def test_records_take_no_room_from_output(tmp_path: Path) -> None:

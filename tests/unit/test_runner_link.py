@@ -40,6 +40,21 @@ async def test_an_answer_that_came_is_not_late(peer: tuple[RunnerConnection, soc
     assert await connection.receive(deadline=trio.current_time() - 1) == (Kind.STDOUT, b"x")
 
 
+async def test_pieces_that_came_give_no_task_a_turn_but_after_many(
+    peer: tuple[RunnerConnection, socket.socket],
+) -> None:
+    """A switch of tasks would cost more than a piece of a line."""
+    connection, theirs = peer
+    theirs.send(encode_frame(Kind.STDOUT, b"x") * 100)
+    await connection.receive()
+    with trio.testing.assert_no_checkpoints():
+        for _ in range(20):
+            await connection.receive()
+    with trio.testing.assert_checkpoints():
+        for _ in range(40):
+            await connection.receive()
+
+
 async def test_whoever_waits_can_be_told_to_wait_less(peer: tuple[RunnerConnection, socket.socket]) -> None:
     """A cancel shortens the patience of the driver that waits already."""
     async with trio.open_nursery() as nursery:

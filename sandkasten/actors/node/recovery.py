@@ -218,6 +218,7 @@ class Recovery:
         and counted as it is recorded. The sessions whose leases end first are first.
         """
         plan = await self._leftovers.look(is_start=True)
+        await self._leftovers.remove(plan.remove)  # before an id is reserved: its files are left to what reserves it
         whole = [each.record for each in plan.of(SessionAction.ADOPT) if each.record]
         members = [each for each in whole if each.session.status is Status.POOL_IDLE]
         wanted = await self._owner.wanted_members(members)
@@ -233,7 +234,6 @@ class Recovery:
         for each in plan.of(SessionAction.FINISH, SessionAction.CLEAN):
             self._directory.reserved.add(each.session_id)
             self._owner.start_task(self._end, each)
-        await self._leftovers.remove(plan.remove)
         self._owner.start_task(self._await_adopted, adopted, plan)
         return bool(adopted)
 

@@ -168,6 +168,8 @@ async def fetch_output(run: Run, link: RunnerLink) -> tuple[protocol.Attached, S
             check_piece(body, "output")
             pieces.append((_STREAMS[kind], body))
             size_bytes += len(body)
+            if len(pieces) * protocol.KEPT_PIECE_BYTES > protocol.KEPT_RUN_BYTES:
+                raise SandboxError("more pieces than may be kept of a run")  # an older PID 1 may have them
     raise RunnerProtocolError("more output than may be kept of a run")
 
 

@@ -227,6 +227,8 @@ class RunPersistence(RunObserver):
         self._unwanted: dict[str, None] = {}
         self._is_due = self._is_queued = self._is_working = False
         self._must_tell = False
+        self._is_failing = False
+        """Whether the last write failed, which is told once."""
         self._written = trio.Event()
         self._is_reachable = True
         output.describe_with(self._describe)
@@ -393,6 +395,7 @@ class RunPersistence(RunObserver):
 
     def _note_written(self, exec_ids: Iterable[str]) -> None:
         """Note that records and output of ended runs are written, unless more of the output came meanwhile."""
+        self._is_failing = False
         for exec_id in exec_ids:
             run = self._ended.get(exec_id)
             if run is None:
@@ -405,6 +408,9 @@ class RunPersistence(RunObserver):
             self._must_tell = self._must_tell or run.output_bytes > 0
 
     def _tell_failure(self, error: OSError) -> None:
+        if self._is_failing:
+            return
+        self._is_failing = True
         log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
 
     async def leave(self) -> None:
@@ -420,7 +426,7 @@ class RunPersistence(RunObserver):
         if not self._is_reachable or len(self._ended) > LOAN_RUNS:
             return False
         runs = (*self._active, *self._ended.values())
-        return sum(min(run.output_bytes, protocol.KEPT_RUN_BYTES) for run in runs) <= LOAN_BYTES
+        return sum(map(_kept_bytes, runs)) <= LOAN_BYTES
 
     def _describe(self, exec_id: str) -> tuple[RunFacts | bytes, RunState] | None:
         run = self._find(exec_id)
@@ -451,3 +457,9 @@ class RunPersistence(RunObserver):
 
 def _is_written(run: Run) -> bool:
     return run.log is None or run.log.is_written
+
+
+def _kept_bytes(run: Run) -> int:
+    """Return the room that a run's output takes with PID 1."""
+    pieces = 0 if run.log is None else run.log.last_sequence
+    return min(run.output_bytes + protocol.KEPT_PIECE_BYTES * pieces, protocol.KEPT_RUN_BYTES)

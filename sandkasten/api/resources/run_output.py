@@ -396,7 +396,7 @@ class Transcript:
 
 
 QUEUED_PIECES = 8
-"""Output pieces of at most 64 KiB between a run and a slow reader; behind them the run's pipe fills up."""
+"""Output pieces of at most 256 KiB between a run and a slow reader; behind them the run's pipe fills up."""
 
 MAX_GATHERED_BYTES = 64 * 1024
 
@@ -466,7 +466,10 @@ class RunEvents:
                 async with self._open_run() as command:
                     await items.send(_Entered())
                     async for output in command:
-                        await items.send(output)
+                        try:
+                            items.send_nowait(output)  # `send` would switch tasks for each piece
+                        except trio.WouldBlock:
+                            await items.send(output)
                     await items.send(await command.wait_end())
             except SandkastenError as error:
                 await items.send(error)
@@ -510,7 +513,10 @@ class RunEvents:
         outputs, size = [first], len(first.data)
         with trio.move_on_at(self._written_at + self._exchange.settings.coalesce_ms / 1000):
             while size < MAX_GATHERED_BYTES:
-                item = await items.receive()
+                try:
+                    item = items.receive_nowait()
+                except trio.WouldBlock:
+                    item = await items.receive()
                 if isinstance(item, ExecEnd | SandkastenError):
                     return outputs, item
                 if isinstance(item, Output):
