@@ -17,7 +17,7 @@ from pathlib import Path
 
 import trio
 
-from bench.peers import find_peers
+from bench.peers import peers_in
 from bench.report import Report
 from bench.sections import SECTIONS, Bench
 
@@ -49,7 +49,8 @@ def main() -> int:
         bench = Bench(Path(scratch), random.Random(arguments.seed), arguments.share)
         report = Report(bench, arguments.into or Path(scratch) / "report", arguments.seed, command)
         report.describe(ROOT)
-        trio.run(_run, report, arguments.only)
+        with peers_in(bench.scratch / "peers") as bench.peers:
+            trio.run(_run, report, arguments.only)
     print("\n".join(report.page()))
     failed = [name for name, row in bench.table.rows.items() if row.errors]
     return 1 if failed or any(not told[0].isdigit() for told in report.sections.values()) else 0
@@ -71,7 +72,6 @@ def ends_s(names: Sequence[str], share: float) -> Sequence[float]:
 
 async def _run(report: Report, names: list[str]) -> None:
     began = time.monotonic()
-    report.bench.peers = find_peers(report.bench.scratch / "peers")
     for name, end_s in zip(names, ends_s(names, report.bench.share), strict=True):
         section_began = time.monotonic()
         if section_began - began > BUDGET_S:

@@ -56,7 +56,7 @@ _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
 _SETTLE_S = 0.03
 _GOES_ON = 50
-_OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.1
+_OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.5
 _MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
 
 _SERVER = f"""
