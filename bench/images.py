@@ -47,7 +47,7 @@ _IMPORT_BYTES, _PULL_BYTES = 220_000_000, 150_000_000
 LAYERS, _FEW_LAYERS = (1, 11, 51, 127), (1, 3)
 _SHARE_OF_ALL = 0.5
 """From this share of a run on, files are as many as in the report, and so are layers."""
-SIZE_FACT = "tar of an import, MB"
+SIZE_FACT, FULL_SIZE = "tar of an import, MB", round(_IMPORT_BYTES / 1e6)
 _PROGRAMS = ("sh", "echo", "cat", "ls")
 _LARGEST_BYTES = 16 << 20
 _LOOK_S, _SETTLE_S = 0.05, 0.03
