@@ -14,6 +14,7 @@ import trio.testing
 from bench.__main__ import ends_s
 from bench.daemon import body_of
 from bench.plots import cdf, plot
+from bench.report import Report
 from bench.sampling import (
     Table,
     blocks,
@@ -24,7 +25,6 @@ from bench.sampling import (
     percentile,
     ratio_interval,
 )
-from bench.report import Report
 from bench.sections import OUTPUT, PLAIN_OUTPUT, SECTIONS, Bench
 
 
