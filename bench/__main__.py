@@ -22,6 +22,7 @@ from bench.report import Report
 from bench.sections import SECTIONS, Bench
 
 ROOT = Path(__file__).resolve().parents[1]
+_SHARES = {1.0: "make bench-full", 0.1: "make bench"}
 BUDGET_S = 23.5 * 60
 """Time of all loops of a whole run; no section begins after this."""
 AROUND_S = 1.5
@@ -44,7 +45,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.only if name not in SECTIONS]:
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    command = f"{'make bench-full' if arguments.into else 'make bench'} ARGS='--seed {arguments.seed}'"
+    options = [f"--seed {arguments.seed}"]
+    if arguments.only != list(SECTIONS):
+        options.append(f"--only {','.join(arguments.only)}")
+    if arguments.share not in _SHARES:
+        options.append(f"--share {arguments.share}")
+    command = f"{_SHARES.get(arguments.share, 'make bench')} ARGS='{' '.join(options)}'"
     with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
         bench = Bench(Path(scratch), random.Random(arguments.seed), arguments.share)
         report = Report(bench, arguments.into or Path(scratch) / "report", arguments.seed, command)

@@ -134,7 +134,7 @@ class Report:
         lines = [
             f"# Benchmark of {self.name}",
             "",
-            "Made by `make bench-full`; how is told in [README.md](README.md).",
+            f"Made by `{self.command}`; how is told in [README.md](README.md).",
             "",
         ]
         lines += _table(("", ""), [*self.header.items()])
@@ -184,7 +184,7 @@ class Report:
     def _line(self, name: str, unit: str) -> Sequence[str]:
         row, base_name = self.bench.table.rows[name], goals.base_of(name)
         failed = str(len(row.errors)) + (f" ({row.errors[0][:60]})" if row.errors else "")
-        shown = [name.removesuffix(RATE), str(len(row.values)), failed, f"{row.median:.3g}"]
+        shown = [name, str(len(row.values)), failed, f"{row.median:.3g}"]
         shown.append(_between(interval(row.values)) if len(row.values) >= _LEAST else "")
         for percent in (95, 99) if unit == "ms" else (5, 1):
             shown.append(_tail(row.values, percent))
@@ -193,10 +193,10 @@ class Report:
             return (*shown, "")
         ratio = f"{row.median / base.median:.2f}"
         if min(len(row.values), len(base.values)) < _LEAST:
-            return (*shown, f"{ratio} x {base_name.removesuffix(RATE)}")
+            return (*shown, f"{ratio} x {base_name}")
         low, high = ratio_interval(row.values, base.values)
         less, more = difference_interval(row.values, base.values)
-        between = f"({low:.2f} to {high:.2f}) x {base_name.removesuffix(RATE)}"
+        between = f"({low:.2f} to {high:.2f}) x {base_name}"
         return (*shown, f"{ratio} {between}; {less:+.2f} to {more:+.2f} {unit}")
 
 

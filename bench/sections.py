@@ -468,7 +468,7 @@ async def many_streams(bench: Bench) -> None:
     with daemon.running(bench.scratch / "many") as (pid, address):
         sessions = await make_many(address, bench.count(_STREAMS, 3))
         peak = before = measure.own_resident_bytes(pid)
-        row = bench.table.row(f"{_STREAMS} streams of {_STREAM_BYTES // MIB} MiB at once: each")
+        row = bench.table.row(f"{len(sessions)} streams of {_STREAM_BYTES // MIB} MiB at once: each")
         began = trio.current_time()
 
         async def stream(session: str) -> None:

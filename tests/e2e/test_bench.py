@@ -33,6 +33,7 @@ def test_every_section_works_and_is_in_the_report(tmp_path: Path, monkeypatch: p
     assert status == bool(failed)
     assert all(row.get("us") or row["kB/s"] for name, row in content["rows"].items() if name not in failed)
     page = made.with_suffix(".md").read_text()
+    assert content["header"]["command"] == "make bench ARGS='--seed 1 --share 0.005'"
     for name in (
         *content["rows"],
         "system calls",

@@ -96,7 +96,7 @@ def test_a_row_has_no_more_figures_than_its_samples_give(tmp_path: Path) -> None
     assert [cells[name][5] == "" for name in ("4", "99", "100")] == [True, True, False]
     assert [cells[name][3] == "" for name in ("4", "99", "100")] == [True, False, False]
     assert cells["100"][5].startswith("98 (")
-    assert cells["output over a WebSocket"][6].startswith("0.50 (")
+    assert cells[OUTPUT][6].startswith("0.50 (")
     assert any("50 % |" in line and line.endswith("| met |") for line in report.page())
     assert bench.table.row(OUTPUT).as_json(OUTPUT) == {"kB/s": [500, 1000, 1500, 2000] * 2, "errors": []}
 
