@@ -101,7 +101,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _cgroup() -> str:
-    return f"sandkasten-bench-{os.getpid()}"
+    return f"sandkasten-bench-{os.getpid()}-podman"  # another than that of the container of runc
 
 
 def _find_peers(scratch: Path, runroot: str) -> Sequence[Peer]:

@@ -30,7 +30,8 @@ _ABOUT_ROWS = (
     "In milliseconds; `n` is the number of samples. Intervals are 95 % bootstrap intervals: of the median, of p95 and",
     "p99, of the ratio of two medians and of their difference. A median of fewer than five samples has none, and a",
     "percentile without a sample beyond it is left out. A create is timed to its answer, a peer from its start to its",
-    "end with one command: `create and first command` is the row beside it. The end of a session is `destroy`.",
+    "end with one command: `create and first command` is the row beside it. The end of a session is `destroy`. In",
+    "rows of CPU each sample is the mean processor time of ten operations.",
 )
 _ABOUT_PEERS = (
     "All run the same program on the same root file system. OCI runtimes have the specification that their own `spec`",

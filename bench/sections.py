@@ -65,9 +65,12 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 
 BUBBLEWRAP = "peer: bubblewrap"
 HEALTHZ, ECHO, DESTROY = "GET /healthz", "WebSocket echo", "destroy, HTTP"
+EXEC_CPU = "daemon CPU per exec, builtin, HTTP"
 HEALTHZ_BESIDE = f"{HEALTHZ}, beside creates"
 OUTPUT, PLAIN_OUTPUT = "output over a WebSocket, MB/s", "output of a plain sender, MB/s"
 _SETTLE_S, _BREATH_S, _ADOPTED_S = 0.03, 0.002, 60.0
+_QUIET_S, _BATCH = 0.3, 10
+"""Before processor time is read, and how much of it is one sample."""
 _WORD = "echo ok"
 _COMMANDS: Mapping[str, tuple[str, bytes]] = {
     "builtin": (":", b""),
@@ -87,6 +90,10 @@ SIZES = (10, 100, 300, 600, 1000)
 
 def create_row(kind: str) -> str:
     return f"create, {kind}"
+
+
+def create_cpu_row(kind: str) -> str:
+    return f"machine CPU per create and destroy, {kind}"
 
 
 def first_row(kind: str) -> str:
@@ -256,16 +263,15 @@ async def creates(bench: Bench) -> None:
                     kinds[POOL][2].call("GET", "/healthz")
             else:
                 await _create_once(bench, name, kinds[name][2])
-        for kind, (_, _, client) in kinds.items():
+        for kind in bench.rounds(list(kinds), 6, 1):
+            client = kinds[kind][2]
             _wait_full(client)
-            await trio.sleep(1)
-            count, before = bench.count(50, 5), measure.busy_s()
-            for _ in range(count):
+            await trio.sleep(_QUIET_S)
+            before = measure.busy_s()
+            for _ in range(_BATCH):
                 client.call("DELETE", f"/v1/sessions/{_new(client, kind)}")
             _wait_full(client)
-            bench.facts[f"machine CPU per create and destroy, {kind}, ms"] = round(
-                (measure.busy_s() - before) / count * 1000, 1
-            )
+            bench.table.row(create_cpu_row(kind)).values.append((measure.busy_s() - before) / _BATCH * 1000)
 
 
 async def _create_once(bench: Bench, kind: str, client: daemon.Client) -> None:
@@ -375,9 +381,9 @@ async def execs(bench: Bench) -> None:
                 await trio.sleep(_BREATH_S)  # whatever the last row left to the supervisor's own tasks
                 await take_time(name, bench.table, name)
             for name in (HEALTHZ, ECHO, *(exec_row("builtin", way) for way in ("HTTP", "WebSocket", "library"))):
-                for _ in bench.rounds([name], 200):  # caches are warm then, and no processor rests
+                for _ in bench.rounds([name], 1000):  # caches are warm then, and no processor rests
                     await take_time(name, bench.table, in_a_row(name))
-        bench.facts["daemon CPU per exec, builtin, HTTP, ms"] = _cpu_per_exec(bench)
+        _measure_cpu_per_exec(bench)
 
 
 def _containers(bench: Bench, stack: ExitStack) -> Sequence[RunningContainer]:
@@ -394,14 +400,15 @@ def _containers(bench: Bench, stack: ExitStack) -> Sequence[RunningContainer]:
     return found
 
 
-def _cpu_per_exec(bench: Bench) -> float:
+def _measure_cpu_per_exec(bench: Bench) -> None:
     with daemon.running(bench.scratch / "cpu") as (pid, address), daemon.Client(address) as client:
-        session, count = _new(client), bench.count(300, 10)
+        session = _new(client)
         _exec(client, session)
-        before = cpu_ns(pid)
-        for _ in range(count):
-            _exec(client, session, ":", b"")
-        return round((cpu_ns(pid) - before) / count / 1e6, 3)
+        for name in bench.rounds([EXEC_CPU], 30):
+            before = cpu_ns(pid)
+            for _ in range(_BATCH):
+                _exec(client, session, ":", b"")
+            bench.table.row(name).values.append((cpu_ns(pid) - before) / _BATCH / 1e6)
 
 
 async def streams(bench: Bench) -> None:
