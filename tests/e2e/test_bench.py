@@ -27,7 +27,7 @@ def test_every_section_works_and_is_in_the_report(tmp_path: Path, monkeypatch: p
     (made,) = tmp_path.glob("*.json")
     content = json.loads(made.read_text())
     failed = {name: row["errors"] for name, row in content["rows"].items() if row["errors"]}
-    ours = {name: errors for name, errors in failed.items() if not name.startswith("peer: ")}
+    ours = {name: errors for name, errors in failed.items() if not (name.startswith("peer: ") and " exec" in name)}
     assert (ours, content["sections"].keys()) == ({}, SECTIONS.keys())
     assert all(told.isdigit() for told in content["sections"].values())
     assert status == bool(failed)
