@@ -23,32 +23,32 @@ _STEPS, _ROLLOUTS, _AT_ONCE = 150, {1: 4, 4: 16, 16: 16}, "at once"
 async def trace(bench: Bench) -> None:
     """Rollouts of an agent that thinks for no time: a session, 150 steps of commands and files, and the session's end.
     A worker is a machine like this one, with nothing else to do."""
-    bench.facts["rollouts"] = [
-        await _roll(bench, bench.count(_STEPS, 5), bench.count(rollouts, at_once), at_once)
-        for at_once, rollouts in _ROLLOUTS.items()
-    ]
+    with daemon.running(bench.scratch / "trace") as (_pid, address):
+        bench.facts["rollouts"] = [
+            await _roll(bench, address, bench.count(_STEPS, 5), bench.count(rollouts, at_once), at_once)
+            for at_once, rollouts in _ROLLOUTS.items()
+        ]
 
 
-async def _roll(bench: Bench, steps: int, rollouts: int, at_once: int) -> Mapping[str, float]:
-    with daemon.running(bench.scratch / f"trace-{at_once}") as (_pid, address):
-        row = bench.table.row(f"rollout of an agent, {at_once} {_AT_ONCE}")
-        before, began = measure.busy_s(), trio.current_time()
+async def _roll(bench: Bench, address: tuple[str, int], steps: int, rollouts: int, at_once: int) -> Mapping[str, float]:
+    row = bench.table.row(f"rollout of an agent, {at_once} {_AT_ONCE}")
+    before, began = measure.busy_s(), trio.current_time()
 
-        async def roll(link: Link, number: int) -> None:
-            chance, start = random.Random(number), trio.current_time()  # the same steps for each number at once
-            session = (await link.call("POST", "/v1/sessions", {}))["id"]
-            place = f"/v1/sessions/{session}"
-            try:
-                for step in range(steps):
-                    await _step(link, place, chance, step)
-            except Exception as error:  # noqa: BLE001 - a failure of the row
-                row.errors.append(str(error)[:200])
-            else:
-                row.values.append((trio.current_time() - start) * 1000)
-            await link.call("DELETE", place)
+    async def roll(link: Link, number: int) -> None:
+        chance, start = random.Random(number), trio.current_time()  # the same steps for each number at once
+        session = (await link.call("POST", "/v1/sessions", {}))["id"]
+        place = f"/v1/sessions/{session}"
+        try:
+            for step in range(steps):
+                await _step(link, place, chance, step)
+        except Exception as error:  # noqa: BLE001 - a failure of the row
+            row.errors.append(str(error)[:200])
+        else:
+            row.values.append((trio.current_time() - start) * 1000)
+        await link.call("DELETE", place)
 
-        await for_each(address, rollouts, at_once, roll)
-        took, busy = trio.current_time() - began, measure.busy_s() - before
+    await for_each(address, rollouts, at_once, roll)
+    took, busy = trio.current_time() - began, measure.busy_s() - before
     done = len(row.values) or math.nan  # work for a rollout that failed is the others' cost
     return {
         "steps": steps,
