@@ -149,7 +149,7 @@ def read_table(family: int) -> bytes:
 
 
 _SHORTEST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 2.0
 _BUSY_SHARE = 1 / 80
 _IDLE_SHARE = 1 / 8
 _GREATEST_SHARE = 1 / 50
@@ -159,7 +159,7 @@ _GREATEST_SHARE = 1 / 50
 def pause_s(*, is_busy: bool, since_s: float) -> float:
     """Return the seconds until the next look: a share of the time since a command was last begun (`is_busy`: one still
     runs) or seen running."""
-    return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, since_s * (_BUSY_SHARE if is_busy else _IDLE_SHARE)))
+    return min(LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, since_s * (_BUSY_SHARE if is_busy else _IDLE_SHARE)))
 
 
 class Watcher:

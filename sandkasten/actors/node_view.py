@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from nsinit.wire import protocol
 from runner.wire.protocol import MAX_EDITS, MAX_MATCHES, MAX_SHELLS, MAX_WATCHES
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, by_turns
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.budget import promisable
 from sandkasten.admission.plan import bounds_in_force
@@ -166,9 +166,6 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
     )
 
 
-_AT_ONCE = 100
-"""Sessions that are counted before other tasks get a turn."""
-
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
     "pool_sandboxes": "Sandboxes made ahead that are ready.",
@@ -199,13 +196,10 @@ class MetricSources:
 
 async def measure(seen: MetricSources, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
     """Return the metrics of a scrape. The reads of files take a worker thread."""
-    statuses: Counter[Status] = Counter()
-    for start, entry in enumerate(seen.directory):
-        if start % _AT_ONCE == 0:
-            await trio.lowlevel.checkpoint()
-        statuses[entry.session.status] += 1
+    sessions = await by_turns(lambda entry: (entry.session.status, entry.ref.waiting), seen.directory)
+    queues = await by_turns(lambda queue: (queue.running, queue.queued), list(seen.metrics.queues))
     slow = await trio.to_thread.run_sync(_read_or_none, seen, limiter=limiter)
-    return [*_of_tree(seen, statuses), *_of_storage(seen), *slow]
+    return [*_of_tree(seen, sessions, queues), *_of_storage(seen), *slow]
 
 
 def _read_or_none(seen: MetricSources) -> list[Metric]:
@@ -218,23 +212,24 @@ def _read_or_none(seen: MetricSources) -> list[Metric]:
     ]
 
 
-def _of_tree(seen: MetricSources, statuses: Mapping[Status, int]) -> list[Metric]:
-    entries = list(seen.directory)
-    queues = list(seen.metrics.queues)
-    running = sum(each.running for each in queues)
-    waiting = [entry.ref.waiting for entry in entries]
+def _of_tree(
+    seen: MetricSources, sessions: Sequence[tuple[Status, int]], queues: Sequence[tuple[int, int]]
+) -> list[Metric]:
+    """Return what is counted in the tree. `sessions`: status and waiting messages of each; `queues`: runs that have
+    begun and that wait."""
+    statuses, waiting = Counter(status for status, _ in sessions), [messages for _, messages in sessions]
     restarts = max(seen.nsinit.incarnation - 1, 0)
     return [
         gauge(
             "sandkasten_sessions",
             "Sessions as they are now.",
-            {status.value: float(statuses.get(status, 0)) for status in sorted(LIVE)},
+            {status.value: float(statuses[status]) for status in sorted(LIVE)},
             "status",
         ),
         gauge(
             "sandkasten_runs",
             "Runs as they are now; queued: they wait for their shell.",
-            {"running": running, "queued": sum(each.queued for each in queues)},
+            {"running": sum(running for running, _ in queues), "queued": sum(queued for _, queued in queues)},
             "state",
         ),
         gauge(

@@ -688,7 +688,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         occupancy = await self._sessions.ask_again(sessions.Occupied())
         facts = NodeFacts(
             status="draining" if occupancy.is_draining else status,
-            sessions=[entry.session for entry in self._shared.directory],
+            sessions=await self._shared.directory.sessions(),
             max_sessions=occupancy.max_sessions,
             committed=occupancy.committed,
             pooled=occupancy.pooled,

@@ -69,6 +69,8 @@ _FIELDS = {"cpu": "cpu", "memory_bytes": "memory_mb", "pids": "pids", "disk_byte
 _MAX_RETRY_S = 30
 _LOOK_AGAIN_S = 5.0
 _FEEL_AGAIN_S = 0.05
+_FIND_AGAIN_S = 1.0
+"""The next end of a lease is told in whole seconds, and takes 10 ms to find among a thousand busy sessions."""
 _FDS_KEPT_FREE = 64
 """Descriptors that stay free for requests while no further session is admitted."""
 
@@ -341,8 +343,8 @@ class MachineResources:
 
     def __init__(self, data_dir: Path, cgroup_dirs: Mapping[str, str], next_end: Callable[[], datetime | None]) -> None:
         self._data_dir, self._cgroup_dirs = data_dir, cgroup_dirs
-        self.next_end, self.free_descriptors = next_end, node.free_descriptors
-        self._seen_at = self._felt_at = -math.inf
+        self._find_next_end, self.free_descriptors = next_end, node.free_descriptors
+        self._seen_at = self._felt_at = self._found_at = -math.inf
 
     def totals(self) -> Amounts:
         self._look()
@@ -355,6 +357,12 @@ class MachineResources:
             self._free = node.read_free(self._data_dir, self._bounds)
             self._felt_at = now
         return self._free
+
+    def next_end(self) -> datetime | None:
+        now = time.monotonic()
+        if now - self._found_at > _FIND_AGAIN_S:
+            self._next_end, self._found_at = self._find_next_end(), now
+        return self._next_end
 
     def _look(self) -> None:
         now = time.monotonic()

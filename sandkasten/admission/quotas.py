@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import attrs
 
@@ -33,13 +33,13 @@ class _Held:
 
 
 class KeyShares:
-    """The shares of all keys. `runs_of` counts the running commands, processes and terminals in a key's sessions."""
+    """The shares of all keys. `runs_of` counts the running commands, processes and terminals in some sessions."""
 
     def __init__(
         self,
         ring: KeyRing,
         *,
-        runs_of: Callable[[str], int] = lambda _key_id: 0,
+        runs_of: Callable[[Iterable[Hashable]], int] = lambda _sessions: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ring = ring
@@ -57,7 +57,7 @@ class KeyShares:
             cpu=round(sum(each.cpu for each in held), 3),
             memory_mb=sum(each.memory_mb for each in held),
             disk_mb=sum(each.disk_mb for each in held),
-            execs=self._runs_of(key.id),
+            execs=self._runs_of(self._of.get(key.id, ())),
             last_used_at=self.ring.last_used.get(key.id),
         )
 
@@ -135,7 +135,7 @@ class KeyShares:
     def check_run(self, owner: str | None) -> None:
         """Raise `QuotaExceeded` unless one more command, process or terminal may run in the key's sessions."""
         most = self._quota(owner).execs
-        if owner is not None and most is not None and (running := self._runs_of(owner)) >= most:
+        if owner is not None and most is not None and (running := self._runs_of(self._of.get(owner, ()))) >= most:
             message = "the sessions of this API key run all that they may at a time"
             raise _full("execs", message, requested=1, used=running, total=most)
 

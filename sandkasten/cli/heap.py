@@ -32,6 +32,11 @@ QUIET_SHARE: Final = 0.03
 
 DUE: Final = 4
 """Full collections after which a sweep is made, at a quiet moment."""
+SHRUNK: Final = 0.9
+FEW_TASKS: Final = 100
+"""A sweep is made, too, at a quiet moment when so small a share of the tasks since the last one is left, less a few, as
+connections have. A session has tasks of its own, and six hundred objects that hold each other: those of ended sessions
+would stay, since no collection begins without new objects."""
 OVERDUE: Final = 2
 """Growth of what is frozen since the last sweep, as a factor, at which a sweep waits for no quiet moment."""
 
@@ -73,12 +78,18 @@ class Heap:
 
     async def run(self) -> NoReturn:
         """Make each sweep that is due."""
+        most_tasks = 0
         while True:
             used_s = time.thread_time()
             await trio.sleep(QUIET_S)
             is_quiet = time.thread_time() - used_s < QUIET_SHARE * QUIET_S
-            if self.frozen >= DUE and (is_quiet or gc.get_freeze_count() >= OVERDUE * self.left):
+            tasks = trio.lowlevel.current_statistics().tasks_living
+            most_tasks = max(most_tasks, tasks)
+            is_due = self.frozen >= DUE or tasks < SHRUNK * most_tasks - FEW_TASKS
+            is_overdue = self.frozen >= DUE and gc.get_freeze_count() >= OVERDUE * self.left
+            if is_overdue or (is_due and is_quiet):
                 self.sweep()
+                most_tasks = tasks
 
     def _note(self, phase: str, info: Mapping[str, Any]) -> None:  # the module gc's own
         if phase == "stop" and info["generation"] == 2:

@@ -79,15 +79,21 @@ async def _expired(supervisor: LocalSupervisor, count: int, begun: trio.Event) -
 
 
 async def _longest_slice(supervisor: LocalSupervisor) -> float:
-    """Return the longest processor time between two checkpoints while all sessions are listed, counted and compared
-    with the kernel, and adopted behind that."""
+    """Return the longest processor time between two checkpoints while all sessions are listed, as a whole and in pages,
+    counted and compared with the kernel, and adopted behind that."""
     steps = Steps()
     gc.disable()  # a full collection belongs to no step
     trio.lowlevel.add_instrument(steps)
     try:
+        await trio.lowlevel.checkpoint()  # counted from here on
         assert len(await supervisor.list(limit=MANY)) == MANY
+        assert len(await supervisor.list(limit=MANY, ended=True)) == MANY
+        half = await supervisor.find(SessionQuery(limit=MANY // 2))
+        assert len((await supervisor.find(SessionQuery(after=half.next))).sessions) == MANY // 2
         await supervisor.metrics()
+        await supervisor.node()
         await supervisor.sweep()
+        await trio.lowlevel.checkpoint()
     finally:
         trio.lowlevel.remove_instrument(steps)
         gc.enable()

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import attrs
 import pytest
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.metrics_core import Metric
 
-from sandkasten.actors.node.sessions import merge
+from sandkasten.actors.core import AT_ONCE, Ref
+from sandkasten.actors.node.sessions import list_sessions, merge
+from sandkasten.actors.node_view import MetricSources, measure
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.store import Store
+from sandkasten.config import RunsSettings
+from sandkasten.counters.metrics import Metrics
+from sandkasten.journal.ring import Journal
 from sandkasten.model import Session, Status
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import LabelSelector, SessionPage, SessionQuery, page_of, parse_cursor, place_of
+from sandkasten.output.store import OutputStore
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import put_session
@@ -176,3 +188,94 @@ def test_what_is_looked_at_for_one_page_is_bounded() -> None:
             query = attrs.evolve(query, after=page.next)
             pages += 1
         assert pages == 5
+
+
+# Many sessions --------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Sessions of a directory, and queues of runs, that count how often they are looked at."""
+
+    def __init__(self, sessions: int) -> None:
+        self.directory, self.metrics, self._looks, self._most = SessionDirectory(), Metrics(), 0, 0
+        self._queues = [_Queue(self._look) for _ in range(sessions)]
+        for number, queue in enumerate(self._queues):
+            session = make_record(f"{number:024x}", labels=LABELS[number % 4], created_at=START).session
+            self.directory.add(session.id, Ref("session"), partial(self._look, session))
+            self.metrics.queues.add(queue)
+
+    def _look(self, shown: Any) -> Any:
+        self._looks += 1
+        return shown
+
+    async def most_in_a_row(self, act: Callable[[], Awaitable[object]]) -> int:
+        """Return the most looks of an act between two turns of another task."""
+        self._most = 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._take_turns)
+            await trio.lowlevel.checkpoint()
+            await act()
+            await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        return self._most
+
+    async def _take_turns(self) -> None:
+        while True:
+            before = self._looks
+            await trio.lowlevel.checkpoint()
+            self._most = max(self._most, self._looks - before)
+
+
+class _Queue:
+    queued = 0
+
+    def __init__(self, look: Callable[[int], int]) -> None:
+        self._look = look
+
+    @property
+    def running(self) -> int:
+        return self._look(1)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        SessionQuery(),
+        SessionQuery(limit=10, after=parse_cursor(f"{'f' * 12:0>15}-{'a' * 24}")),
+        SessionQuery(labels=SELECTORS[3]),
+        SessionQuery(EVERYTHING),
+    ],
+    ids=["live", "page", "labels", "all"],
+)
+async def test_a_list_of_many_sessions_gives_others_their_turns(
+    query: SessionQuery, tmp_path: Path, nursery: trio.Nursery
+) -> None:
+    """A hundred are looked at in one turn. Another task may have the first turn of a round and the last of the next."""
+    counted = Counted(1000)
+    store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db").run)
+    ask = partial(list_sessions, query, directory=counted.directory, store=store)
+    assert 0 < await counted.most_in_a_row(ask) <= 2 * AT_ONCE
+
+
+async def test_the_metrics_of_many_sessions_give_others_their_turns(tmp_path: Path) -> None:
+    """As a list does, and so do the queues of runs."""
+    counted = Counted(1000)
+    seen = MetricSources(
+        metrics=counted.metrics,
+        directory=counted.directory,
+        journal=Journal(),
+        output=OutputStore.configured(tmp_path, RunsSettings()),
+        parts=(),
+        nsinit=Ref("nsinit"),
+        data_dir=tmp_path,
+        cgroup_dirs={},
+        node_id="n-1",
+    )
+    found: list[Metric] = []
+
+    async def scrape() -> None:
+        found.extend(await measure(seen, limiter=trio.CapacityLimiter(1)))
+
+    assert 0 < await counted.most_in_a_row(scrape) <= 2 * AT_ONCE
+    samples = {(each.name, *each.labels.values()): each.value for family in found for each in family.samples}
+    assert samples["sandkasten_sessions", "running"] == samples["sandkasten_runs", "running"] == 1000

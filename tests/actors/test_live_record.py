@@ -37,13 +37,16 @@ class _Session:
     """A live record with its lease, and whatever goes on in the session."""
 
     def __init__(self, record: SessionRecord, notes: _Notes) -> None:
-        self.lease = Lease()
+        self.lease, self.followers = Lease(), 0
         self.own = LiveRecord(record, self.lease, store=notes.ref, directory=SessionDirectory())
 
     def begin(self) -> None:
         self.lease.begin_activity()
-        self.own.renew()
-        self.own.put_lease()
+
+    async def follow(self) -> None:
+        self.followers += 1
+        await self.own.put_while_busy()
+        self.followers -= 1
 
     def end(self) -> None:
         self.lease.end_activity()
@@ -105,6 +108,24 @@ async def test_many_commands_cost_few_writes(nursery: trio.Nursery, autojump_clo
         session.end()
         await trio.sleep(0.05)
     assert len(notes.written) <= 8
+
+
+async def test_a_command_now_and_then_costs_one_write(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Each with its end, as the last one of several does; not one more for its begin, and none afterwards."""
+    notes = await _notes(nursery)
+    session = _Session(make_record(ID, ttl_s=1800.0), notes)
+    await session.own.put()
+    for pause_s in (60, 60, 5, 1, 60):
+        session.begin()
+        if session.followers == 0:
+            nursery.start_soon(session.follow)
+        await trio.sleep(0.002)
+        session.end()
+        await trio.sleep(pause_s)
+    assert [round(moment - notes.written[0][0]) for moment, _ in notes.written] == [0, 10, 60, 120, 130]
+    assert not any(record.is_busy for _, record in notes.written)
 
 
 async def test_a_busy_session_shows_an_end_that_is_to_come(

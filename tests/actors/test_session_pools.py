@@ -477,16 +477,15 @@ async def test_refills_that_fail_for_ever_are_told_once_and_creates_go_on(monkey
     monkeypatch.setattr(session_pools, "FIRST_PAUSE_S", 0.005)
     monkeypatch.setattr(session_pools, "MAX_PAUSE_S", 0.02)
     refusal = protocol.Failed(0, "overlay root", "", 5, "no")
+    build, refuses = FakeNsinit._do, True
+
+    async def refuse(nsinit: FakeNsinit, request: Any, fds: Any) -> object:
+        if refuses and isinstance(request, protocol.Build):
+            return dataclasses.replace(refusal, seq=request.seq)
+        return await build(nsinit, request, fds)
+
+    monkeypatch.setattr(FakeNsinit, "_do", refuse)
     async with open_scripted(pool=pool_of(2), default_image=HOST) as tree:
-        build = tree.nsinit._do
-        refuses = True
-
-        async def refuse(request: Any, fds: Any) -> object:
-            if refuses and isinstance(request, protocol.Build):
-                return dataclasses.replace(refusal, seq=request.seq)
-            return await build(request, fds)
-
-        monkeypatch.setattr(tree.nsinit, "_do", refuse)
 
         async def is_failing() -> bool:
             return (pool := await pool_in(tree)).state == "failing" and pool.refill_failures > 2 * MAX_FAILURES

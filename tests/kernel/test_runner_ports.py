@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from runner.server.ports import MAX_LISTENERS
+from runner.server.ports import LONGEST_PAUSE_S, MAX_LISTENERS
 from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, RunProgram, Setup, Watch
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running, wait_until
 from tests.kernel.harness import connect as connect_to
@@ -192,7 +192,7 @@ def test_nobody_looks_while_nothing_lives(watched: Watched) -> None:
     def is_quiet() -> bool:
         before = watched.cpu_ns()
         with contextlib.suppress(TimeoutError):
-            watched.events.sock.settimeout(0.6)
+            watched.events.sock.settimeout(LONGEST_PAUSE_S + 0.5)
             watched.events.next_frame()
         return watched.cpu_ns() == before
 

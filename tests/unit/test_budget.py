@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sandkasten.admission.budget import FIRST_MB, FIXES, IDLE_MB, IDLE_PIDS, Budget, find_room
+from sandkasten.admission.budget import FIRST_MB, FIXES, IDLE_MB, IDLE_PIDS, Budget, MachineResources, find_room
 from sandkasten.config import MIB, AdmissionSettings, Config, ServerSettings
 from sandkasten.counters import node as counters
 from sandkasten.errors import Capacity, InvalidRequest
@@ -229,6 +231,21 @@ def test_retry_after_is_when_the_next_lease_ends(ends_in_s: float | None, advice
     budget = budget_of(node, max_sessions=0)
     node.end = None if ends_in_s is None else datetime.now(UTC) + timedelta(seconds=ends_in_s)
     assert refusal(budget, Limits()).retry_after_s == advice
+
+
+def test_a_storm_of_refused_creates_looks_at_all_sessions_once_a_second(tmp_path: Path) -> None:
+    """Each refusal says when to come back, as if it had looked itself."""
+    looks = []
+
+    def next_end() -> datetime:
+        looks.append(1)
+        return datetime.now(UTC) + timedelta(seconds=20)
+
+    budget = Budget(AdmissionSettings(), 0, MachineResources(tmp_path, {}, next_end))
+    began_s = time.monotonic()
+    advice = {refusal(budget, Limits()).retry_after_s for _ in range(100)}
+    assert advice <= {18, 19, 20}
+    assert len(looks) <= 1 + (time.monotonic() - began_s)
 
 
 def roomy(monkeypatch: pytest.MonkeyPatch, **bounds: int) -> None:

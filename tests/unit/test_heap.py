@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from sandkasten.cli import heap as keeper
-from sandkasten.cli.heap import DUE, QUIET_S, Heap
+from sandkasten.cli.heap import DUE, FEW_TASKS, QUIET_S, Heap
 
 QUIET_SHARE = 0.004
 """A fifth of the keeper's, so that a busy daemon has less to compute here."""
@@ -89,6 +89,29 @@ async def test_a_sweep_waits_for_a_quiet_moment(
             await trio.sleep(2 * QUIET_S)
             assert heap.frozen == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_sessions_that_ended_are_swept_without_more_work(
+    heap: Heap, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Tasks are gone: so are objects in cycles, though no collection begins for want of new objects."""
+    async with trio.open_nursery() as nursery, trio.open_nursery() as sessions:
+        for _ in range(2 * FEW_TASKS):
+            sessions.start_soon(trio.sleep_forever)
+        await trio.sleep(1)
+        node = Node()
+        cycle = weakref.ref(node)
+        heap.sweep()
+        del node
+        nursery.start_soon(heap.run)
+        await trio.sleep(2 * QUIET_S)
+        assert cycle() is not None
+        assert heap.frozen < DUE
+        sessions.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await trio.sleep(2 * QUIET_S)
+        nursery.cancel_scope.cancel()
+    assert cycle() is None
 
 
 async def _compute(_scope: trio.CancelScope) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
+from functools import partial
+
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.errors import QuotaExceeded
 from sandkasten.model import Limits
 from sandkasten.model.keys import Access, ApiKey, Quota
 from tests.api.keys import issue
+from tests.strategies import make_record
 
 
 class Clock:
@@ -25,10 +32,10 @@ class Clock:
         return self.now_s
 
 
-def shares_of(*keys: ApiKey, clock: Clock | None = None, running: int = 0) -> KeyShares:
+def shares_of(*keys: ApiKey, clock: Clock | None = None, runs_of: Callable[..., int] = lambda _: 0) -> KeyShares:
     ring = KeyRing()
     ring.replace(keys)
-    return KeyShares(ring, runs_of=lambda _key_id: running, clock=clock or Clock())
+    return KeyShares(ring, runs_of=runs_of, clock=clock or Clock())
 
 
 def key_with(**quota: float) -> ApiKey:
@@ -140,9 +147,32 @@ def test_a_quota_of_nothing_lets_nothing_through() -> None:
 def test_runs_are_counted_over_all_sessions_of_a_key() -> None:
     """As many as its quota says, and for others without end."""
     key, free = key_with(execs=3), key_with()
-    shares_of(key, free, running=2).check_run(key.id)
-    shares = shares_of(key, free, running=3)
+    shares_of(key, free, runs_of=lambda _: 2).check_run(key.id)
+    shares = shares_of(key, free, runs_of=lambda _: 3)
     with pytest.raises(QuotaExceeded):
         shares.check_run(key.id)
     shares.check_run(free.id)
     shares.check_run(None)
+
+
+def test_only_sessions_of_the_key_are_looked_at() -> None:
+    """A command, and a row in the list of keys, costs no walk over the sessions of others."""
+    key, other = key_with(execs=2), key_with(execs=2)
+    directory, asked = SessionDirectory(), list[Hashable]()
+
+    def runs_of(sessions: Iterable[Hashable]) -> int:
+        asked.extend(sessions)
+        return directory.runs_of(sessions)
+
+    shares, ids = shares_of(key, other, runs_of=runs_of), [f"{number:024x}" for number in range(4)]
+    for session_id, owner in zip(ids, (key.id, other.id, None, other.id), strict=True):
+        session = make_record(session_id).session
+        directory.add(session_id, Ref("session"), partial(copy, session), running=lambda: ["e-1"])
+        shares.hold(session_id, owner, session.limits)
+    shares.hold(None, key.id, Limits())  # one that has no id yet
+    assert shares.usage(key).execs == 1
+    shares.check_run(key.id)
+    assert asked == [ids[0], None] * 2
+    with pytest.raises(QuotaExceeded):
+        shares.check_run(other.id)
+    assert asked[4:] == [ids[1], ids[3]]

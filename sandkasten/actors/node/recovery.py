@@ -104,9 +104,9 @@ class LeftoverSearch:
         leftovers = await self._leftovers()
         files = await self._unused_files()
         seen = frozenset[str | Leftover]() if is_start else self._seen
-        plan = plan_reconciliation(
-            Observed(records, found, self._boot_id, leftovers, owned | self._directory.known(), seen, is_start, files)
-        )
+        owned |= self._directory.known()
+        unowned = [each for each in found if each.session_id not in owned]
+        plan = plan_reconciliation(Observed(records, unowned, self._boot_id, leftovers, owned, seen, is_start, files))
         self._seen = plan.seen
         for each in plan.news:
             self._tell(each)

@@ -266,9 +266,7 @@ class SessionPool:
         return bool(self._members), self._warm is not None, len(self._members)
 
     async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str:
-        """Make a member the session of a create; return the session, or the reason why there is none."""
-        if not self.fits(spec, resolved):
-            return self._miss(MISMATCH)
+        """Make a member the session of a create that `fits`; return the session, or the reason why there is none."""
         reason, tries = EMPTY, _TRIES
         while tries and self._members:
             member = self._members.pop()
@@ -284,7 +282,7 @@ class SessionPool:
                 return session
             reason, tries = DEAD, tries - 1
         self._refill.note_create()
-        return self._miss(reason)
+        return self.miss(reason)
 
     async def _hand_out(self, member: PoolMember, spec: SessionSpec, resolved: Resolved, digest: str) -> Session | None:
         """Return the member as the session of a client, None if it is dead. It is no member any more in either case."""
@@ -323,7 +321,8 @@ class SessionPool:
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None
 
-    def _miss(self, reason: str) -> str:
+    def miss(self, reason: str) -> str:
+        """Count a create that gets no member, and return the reason."""
         self._misses[reason] += 1
         self._metrics.pool_misses(self._name, reason).inc()
         return reason
@@ -562,9 +561,17 @@ class SessionPools:
         if not mine:
             return None
         fitting = [pool for pool in mine if pool.fits(spec, resolved)]
-        pool = max(fitting or mine[:1], key=lambda each: each.rank)
-        async with self._claims:
+        if not fitting:
+            return mine[0].miss(MISMATCH)
+        pool = max(fitting, key=lambda each: each.rank)
+        try:
+            self._claims.acquire_nowait()
+        except trio.WouldBlock:
+            await self._claims.acquire()
+        try:
             return await pool.claim(spec, resolved, image, digest)
+        finally:
+            self._claims.release()
 
     async def give_up_one(self) -> bool:
         """End one member of the largest pool, for a create that does not fit beside all. Return False if there is

@@ -39,7 +39,7 @@ from sandkasten.errors import ActorGone, Conflict, SandboxError, SandkastenError
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import Session, SessionSpec, Status, WarmProcess
 from sandkasten.model.lifecycle import IN_KERNEL, LIVE, WHOLE, ended_error
-from sandkasten.model.listing import SessionPage, SessionQuery, page_of
+from sandkasten.model.listing import SessionPage, SessionQuery, first_of, page_of
 from sandkasten.model.node import Amounts, PoolInfo
 from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
@@ -241,7 +241,7 @@ class Sessions(Actor):
             adoptions=AdoptionTurns(),
         )
 
-    async def handle(self, message: Message) -> Any:
+    def handle_at_once(self, message: Message) -> Any:
         match message:
             case Create(spec):
                 return self.defer(self._creates.create, spec)
@@ -400,9 +400,10 @@ class IdempotentCreates:
 
     async def create(self, spec: SessionSpec) -> Session:
         """Create, or answer the session that this idempotency key made before."""
-        key, digest = spec.idempotency_key, spec_digest(spec)
+        key = spec.idempotency_key
         if key is None:
-            return await self._create(spec, digest)
+            return await self._create(spec, "")
+        digest = spec_digest(spec)
         if key in self._keys:
             return await self._join(self._keys[key], digest)
         use = self._keys[key] = _KeyInUse(digest)
@@ -454,10 +455,11 @@ def _require_same(before: str, digest: str) -> None:
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
     """Return a page of sessions, newest first. Runs in the caller's task."""
     if query.statuses <= LIVE:
-        return page_of(query, (entry.session for entry in directory))
+        return first_of(query, await directory.sessions(query.matches))
     recorded = await store.ask(do(find_sessions, query))
-    unwritten = [record.session for record in directory.unwritten.values()]
-    return merge(query, recorded, [*unwritten, *(entry.session for entry in directory)])
+    told = {record.session.id for record in recorded.records}
+    known = await directory.sessions(lambda session: query.matches(session) or session.id in told)
+    return merge(query, recorded, [*(record.session for record in directory.unwritten.values()), *known])
 
 
 def merge(query: SessionQuery, recorded: Recorded, known: Iterable[Session]) -> SessionPage:

@@ -7,14 +7,14 @@ that moment, so reading needs no message.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import attrs
 import trio
 
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, by_turns
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
@@ -52,7 +52,6 @@ class Entry:
     view: Callable[[], Session]
     options: SessionOptions
     inspect: Callable[[], Inspection | None]
-    key_id: str | None = None
     running: Callable[[], Collection[str]] = tuple
     ended: trio.Event = attrs.field(factory=trio.Event)
 
@@ -80,6 +79,14 @@ class SessionDirectory:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
+    async def sessions(self, is_wanted: Callable[[Session], bool] = lambda _session: True) -> list[Session]:
+        """Return the sessions there are now, each as it is when its turn comes; other tasks go on meanwhile."""
+
+        def look(entry: Entry) -> Session | None:
+            return session if is_wanted(session := entry.session) else None
+
+        return [session for session in await by_turns(look, self) if session is not None]
+
     def ids(self) -> list[str]:
         """Return the ids of all sessions, which takes less than their states."""
         return list(self._entries)
@@ -105,9 +112,10 @@ class SessionDirectory:
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
-    def runs_of(self, key_id: str) -> int:
-        """Return the number of runs, queued ones included, in the sessions that an API key made."""
-        return sum(len(entry.running()) for entry in self._entries.values() if entry.key_id == key_id)
+    def runs_of(self, session_ids: Iterable[Hashable]) -> int:
+        """Return the number of runs, queued ones included, in those of the sessions that it has."""
+        found = (self._entries.get(each) for each in session_ids if isinstance(each, str))
+        return sum(len(entry.running()) for entry in found if entry is not None)
 
     def add(
         self,
@@ -120,13 +128,12 @@ class SessionDirectory:
         """Add a session that lives from here on; see `Entry`."""
         session = view()
         entries = self.members if session.status is Status.POOL_IDLE else self._entries
-        entries[session_id] = Entry(ref, view, session.options, inspect, session.key_id, running)
+        entries[session_id] = Entry(ref, view, session.options, inspect, running)
 
     def show_member(self, session_id: str) -> None:
         """Make a claimed member of a pool a session that clients find."""
         entry = self.members.pop(session_id)
-        session = entry.session
-        self._entries[session_id] = attrs.evolve(entry, options=session.options, key_id=session.key_id)
+        self._entries[session_id] = attrs.evolve(entry, options=entry.session.options)
 
     def remove(self, session_id: str) -> None:
         if (member := self.members.pop(session_id, None)) is not None:

@@ -86,7 +86,7 @@ class Images(Actor):
         self._known: dict[str, tuple[Stamp, Image]] = {}
         self._limiter = trio.CapacityLimiter(_THREADS)
 
-    async def handle(self, message: Message) -> Any:  # each message names its answer
+    def handle_at_once(self, message: Message) -> Any:  # each message names its answer
         match message:
             case Resolve(name):
                 known = self._known.get(name)

@@ -367,7 +367,7 @@ class NsinitClient(Actor):
         finally:
             log.info("nsinit_ended")
 
-    async def handle(self, message: Message) -> Any:
+    def handle_at_once(self, message: Message) -> Any:
         match message:
             case Describe():
                 return self._ready

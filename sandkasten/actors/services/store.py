@@ -103,7 +103,7 @@ class Store(Actor):
                 job.reply.fail(self.gone())
         await trio.to_thread.run_sync(self._database.close, limiter=self._limiter)
 
-    async def handle(self, message: Do[Any]) -> Any:
+    def handle_at_once(self, message: Do[Any]) -> Any:
         self._jobs.append(_Job(message, self._current or Reply()))
         if self._current is not None:
             self._wake.set()

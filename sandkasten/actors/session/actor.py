@@ -639,7 +639,6 @@ class SessionActor(Actor):
 
     def begin_activity(self) -> None:
         self._lease.begin_activity()  # which holds the idle end off: the lease is renewed at the end
-        self._own.put_lease()
         if not self._is_lease_followed:
             self._is_lease_followed = True
             self.start_task(self._follow_lease)

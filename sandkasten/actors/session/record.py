@@ -28,6 +28,7 @@ from sandkasten.store.sessions import Clocked, SessionRecord, delete_session, pu
 log = logging.getLogger(__name__)
 
 _PERSIST_EVERY_S = 10.0
+_BRIEF_S = 0.25
 _PERSISTS_PER_TTL = 4
 """Writes of a renewed lease in each time to live, at most: the recorded end is never near while the session is in use.
 """
@@ -148,15 +149,16 @@ class LiveRecord:
 
     def put_lease(self) -> None:
         """Have a renewed lease written, unless that was done recently. Does not wait."""
-        is_late = trio.current_time() - self._persisted_at >= self._persist_every_s
-        if is_late or (self._is_persisted_busy and not self._lease.is_busy):
+        if trio.current_time() >= self._late_at or (self._is_persisted_busy and not self._lease.is_busy):
             self.put_soon()
 
     async def put_while_busy(self) -> None:
-        """Have the lease written now and then, as long as an activity holds the idle end off."""
-        while self._lease.active:
-            await trio.sleep(self._persist_every_s)
+        """Have the lease written now and then, as long as an activity holds the idle end off, and behind the last one.
+        Activities that are over soon are written with their end, if at all."""
+        await trio.sleep(min(_BRIEF_S, self._persist_every_s))
+        while self._lease.active or self._used_at > self._persisted_at:
             self.put_lease()
+            await trio.sleep_until(max(self._late_at, trio.current_time() + _BRIEF_S))
 
     def put_soon(self) -> None:
         """Have the record written; a refused write is made up for by the next change. Does not wait."""
@@ -165,6 +167,10 @@ class LiveRecord:
             self._store.tell(do(put_session, self._written()))
         except SandkastenError as error:
             log.warning("lease_not_persisted", extra={"session_id": self.facts.id, "error": str(error)})
+
+    @property
+    def _late_at(self) -> float:
+        return self._persisted_at + self._persist_every_s
 
     @property
     def _persist_every_s(self) -> float:
