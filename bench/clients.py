@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ RAW, SDK = "exec builtin beside the SDK, HTTP", "exec builtin, SDK"
 MCP = "exec builtin, MCP's bash"
 CLI = "exec builtin, command line"
 RAW_STREAM, SDK_STREAM = "exec builtin beside the SDK, WebSocket", "exec builtin, SDK's stream"
+COPY = "copy from socket to socket, MB/s"
 _FILE_MIB = 1024
 _PIECE_BYTES = 256 * 1024
 
@@ -127,21 +127,22 @@ def _talk(stream: ExecSocket) -> None:
 def _transfer(bench: Bench, url: str, session: str) -> None:
     """Move a file both ways in processes of their own, whose memory is that of one transfer."""
     size = bench.count(_FILE_MIB, 16) * MIB
-    found: dict[str, list[float]] = {}
-    for name in bench.rounds(["socket", "files"], 3, 1):
-        if name == "socket":
-            found.setdefault("socket", []).append(_copy(size))
+    peak_mib: dict[str, float] = {}
+    for name in bench.rounds([COPY, "files"], 3, 1):
+        if name == COPY:
+            bench.table.row(COPY).values.append(_copy(size))
             continue
         for way in ("upload", "download"):
             command = [sys.executable, "-c", _TRANSFER, way, url, daemon.KEY, session, str(size)]
             done = json.loads(subprocess.check_output(command, text=True))
-            found.setdefault(way, []).append(done["MB/s"])
-            found.setdefault(f"{way}, memory", []).append(done["MiB"])
-    plain = statistics.median(found["socket"])
-    bench.facts["copy from socket to socket, MB/s"] = round(plain)
-    for way in ("upload", "download"):
-        bench.facts[f"SDK's {way}, MB/s"] = round(statistics.median(found[way]))
-        bench.facts[f"SDK's {way}, MiB of client memory"] = round(max(found[f"{way}, memory"]), 1)
+            bench.table.row(transfer_row(way)).values.append(done["MB/s"])
+            peak_mib[way] = max(done["MiB"], peak_mib.get(way, 0))
+    for way, most in peak_mib.items():
+        bench.facts[f"SDK's {way}, MiB of client memory"] = round(most, 1)
+
+
+def transfer_row(way: str) -> str:
+    return f"SDK's {way}, MB/s"
 
 
 def _copy(size: int) -> float:

@@ -11,12 +11,14 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 KEY = "benchmark"
+WithLog = Callable[[Path, Path], AbstractContextManager[tuple[int, tuple[str, int]]]]
+"""`running_with_log`, or as that."""
 
 
 def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
@@ -27,6 +29,11 @@ def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int,
 def running_with_log(data_dir: Path, log: Path) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
     """As `running`; the daemon's log goes to a file, and tells of ordinary events as well."""
     return _running(data_dir, "--stop-sessions", log=log, environ={})
+
+
+def running_and_leaving_with_log(data_dir: Path, log: Path) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """As `running_with_log`; the daemon leaves its sessions to the next one."""
+    return _running(data_dir, log=log, environ={})
 
 
 def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
@@ -148,3 +155,9 @@ def _dechunked(content: bytes) -> bytes:
             return b"".join(parts)
         parts.append(content[end + 2 : end + 2 + size])
         at = end + 2 + size + 2
+
+
+def verify(answer: Mapping[str, Any], output: bytes) -> None:
+    """Raise `RuntimeError` unless a command has ended with status 0 and given that output."""
+    if answer["exit_code"] != 0 or answer["output"].encode() != output:
+        raise RuntimeError(f"a wrong answer: {answer}")

@@ -28,6 +28,7 @@ PIECE_BYTES = 256 * 1024
 BLOCK = bytes(range(256)) * (PIECE_BYTES // 256)
 SMALL_BYTES = 1000
 _TRANSFER_S = 600
+LARGE = HTTP, PLAIN = "HTTP", "plain socket"
 SMALL, HEALTHZ, PAGE = "small file, HTTP", "GET /healthz, beside small files", "page of a long list, HTTP"
 
 
@@ -79,26 +80,44 @@ def measure_list(table: Table, client: daemon.Client, session: str, count: int) 
 # One large file -------------------------------------------------------------------------------------------------------
 
 
-def measure_large(pid: int, address: tuple[str, int], session: str, scratch: Path, size: int) -> dict[str, Any]:
-    """Send a file and fetch it again, over HTTP and over a plain socket."""
-    path = f"/v1/sessions/{session}/fs/file?path=large"
-    facts: dict[str, Any] = {"large file, MiB": size // MIB}
+def large_row(way: str, kind: str) -> str:
+    """Return the name of a row of rates; `kind` is one of `LARGE`."""
+    return f"large file {way}, {kind}, MB/s"
+
+
+def measure_large(
+    table: Table, address: tuple[str, int], session: str, scratch: Path, rounds: Iterator[str], size: int
+) -> None:
+    """Send a file and fetch it again, over HTTP and over a plain socket, in the order of `rounds`."""
+    for kind in rounds:
+        for way in ("up", "down"):
+            if kind == HTTP:
+                seconds, _ = _transfer(way, address, _large(session), size)
+            else:
+                with _plain(way, scratch / "plain", size) as plain:
+                    seconds, _ = _transfer(way, plain, "", size)
+            table.row(large_row(way, kind)).values.append(size / seconds / 1e6)
+    (scratch / "plain").unlink()
+
+
+def _large(session: str) -> str:
+    return f"/v1/sessions/{session}/fs/file?path=large"
+
+
+def measure_large_memory(pid: int, address: tuple[str, int], session: str, size: int) -> dict[str, Any]:
+    """Send a file and fetch it again; return the peaks of memory."""
+    facts: dict[str, Any] = {"large file whose memory is measured, MiB": size // MIB}
     for way in ("up", "down"):
-        with _plain(way, scratch / "plain", size) as plain:
-            seconds, _ = _transfer(way, plain, "", size)
-        facts[f"large file {way} over a plain socket, MB/s"] = round(size / seconds / 1e6)
         for each in (pid, *_members(session)):
             Path(f"/proc/{each}/clear_refs").write_text("5")  # the peak begins anew (proc_pid_clear_refs(5))
         idle_mib = _peak_mib(pid)
-        seconds, client_mib = _transfer(way, address, path, size)
-        facts[f"large file {way}, MB/s"] = round(size / seconds / 1e6)
+        _, client_mib = _transfer(way, address, _large(session), size)
         facts[f"large file {way}, peak of the client, MiB"] = client_mib
         facts[f"large file {way}, peak of the daemon, MiB"] = _peak_mib(pid)
         facts[f"large file {way}, growth of the daemon, MiB"] = _peak_mib(pid) - idle_mib
         init, *others = _peaks(session)
         facts[f"large file {way}, peak of PID 1, MiB"] = init
         facts[f"large file {way}, peak of a file worker, MiB"] = max(others)
-    (scratch / "plain").unlink()
     return facts
 
 

@@ -3,7 +3,9 @@
 All of them run the same program on the same root file system, the machine's own: the tree that the image `host` binds.
 A peer that is not installed or does not run here is reported with its error. The OCI runtimes get a specification of
 their own default without a terminal, and keep their state in the benchmark's directory. runc makes its cgroups beneath
-the benchmark's own; crun, podman and runsc, which would make theirs at the top of each hierarchy, run without.
+the benchmark's own, podman in a directory that is removed with the peers; crun and runsc, which would make theirs at
+the top of each hierarchy, run without. What the table of isolation says was read inside of each, from `uid_map` and
+`status` in `/proc/self`, and for runsc from its own process outside.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ from sandkasten.images.host import ensure_host_image
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 FLOOR = "fork + exec"
 PROGRAM, _ANSWER = ("bash", "-c", "echo ok"), b"ok\n"
-COMMAND = ("/bin/echo", "ok")
-"""The command for a container that is there already."""
+COMMAND = ("/bin/true",)
+"""The command for a container that is there already; the row that it is compared with runs the same."""
 
 
 @attrs.frozen
@@ -58,7 +61,7 @@ class RunningContainer:
 
     def exec(self) -> None:
         """Run a program inside. Raises `RuntimeError`."""
-        _run((*self.options, "exec", self.name, *COMMAND), self.bundle, _ANSWER)
+        _run((*self.options, "exec", self.name, *COMMAND), self.bundle, b"")
 
     def remove(self) -> None:
         """End the container."""
@@ -79,9 +82,29 @@ ASPECTS = (
 OURS = dict.fromkeys(ASPECTS, "yes") | {"system calls": "strict filter, Landlock", "network": "none but loopback"}
 
 
-def find_peers(scratch: Path) -> Sequence[Peer]:
-    """Return all peers, on the root file system of the image `host`; those included that can't be measured here."""
+@contextmanager
+def peers_in(scratch: Path) -> Iterator[Sequence[Peer]]:
+    """Yield all peers, on the root file system of the image `host`; those included that can't be measured here."""
     scratch.mkdir()
+    # podman(1) refuses a --runroot of more than 50 characters.
+    with tempfile.TemporaryDirectory(prefix="bench-", dir="/run") as runroot:
+        try:
+            yield _find_peers(scratch, runroot)
+        finally:
+            found = *_CGROUPS.glob(f"{_cgroup()}/**"), *_CGROUPS.glob(f"*/{_cgroup()}/**")
+            for directory in sorted(found, reverse=True):  # innermost first
+                with suppress(FileNotFoundError):  # a link of another name to the same hierarchy
+                    directory.rmdir()
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _cgroup() -> str:
+    return f"sandkasten-bench-{os.getpid()}-podman"  # another than that of the container of runc
+
+
+def _find_peers(scratch: Path, runroot: str) -> Sequence[Peer]:
     catalog = Catalog(scratch / "data")
     ensure_host_image(catalog)
     rootfs = catalog.trees("host")[0]
@@ -89,17 +112,17 @@ def find_peers(scratch: Path) -> Sequence[Peer]:
         if stat.S_ISCHR(name.lstat().st_mode):  # a whiteout is read by overlayfs alone: systemd-nspawn stops at one
             name.unlink()
     no = dict.fromkeys(ASPECTS, "no")
-    spaces = no | {"processes": "yes", "files": "yes", "network": "none"}
-    oci = spaces | {"system calls": "capabilities only", "further commands": "yes"}
-    gvisor = oci | {"system calls": "a kernel of its own"}
+    spaces = no | {"processes": "yes", "files": "yes", "network": "none", "system calls": "capabilities only"}
+    oci = spaces | {"further commands": "yes"}
+    gvisor = oci | {"users": "its kernel runs as nobody", "system calls": "a kernel of its own"}
     podman = oci | {"system calls": "list of its own"}
-    nspawn = spaces | {"users": "yes", "system calls": "list of its own", "further commands": "yes"}
+    nspawn = spaces | {"users": "yes", "system calls": "list of its own"}
     return [
         _peer(FLOOR, PROGRAM, no, scratch),
-        _peer("bubblewrap", _bubblewrap(rootfs), spaces | {"users": "yes"}, scratch),
+        _peer("bubblewrap", _bubblewrap(rootfs), spaces | {"users": "one: root is the machine's"}, scratch),
         _peer("runc", _oci("runc", rootfs, scratch), oci, scratch),
         _peer("crun", _oci("crun", rootfs, scratch), oci, scratch),
-        _peer("podman", _podman(rootfs, scratch), podman, scratch),
+        _peer("podman", _podman(rootfs, scratch, runroot), podman, scratch),
         _peer("systemd-nspawn", _nspawn(rootfs), nspawn, scratch),
         _peer("runsc", _oci("runsc", rootfs, scratch), gvisor, scratch),
     ]
@@ -159,8 +182,8 @@ def _run(command: Sequence[str], cwd: Path, answer: bytes) -> None:
 
 def _bubblewrap(rootfs: Path) -> Sequence[str]:
     return (
-        *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", str(rootfs), "/", "--ro-bind", "/usr", "/usr"),
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *PROGRAM),
+        *("bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--ro-bind", str(rootfs), "/"),
+        *("--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *PROGRAM),
     )
 
 
@@ -186,18 +209,17 @@ def _oci(runtime: str, rootfs: Path, scratch: Path) -> Sequence[str]:
 def _options(runtime: str, scratch: Path) -> Sequence[str]:
     own = {
         "crun": ["--cgroup-manager=disabled"],
-        "runsc": ["--network=none", "--ignore-cgroups"],  # its own default is the host's network
+        "runsc": ["--platform=ptrace", "--network=none", "--ignore-cgroups"],  # with KVM it may hang
     }
     return runtime, "--root", str(scratch / f"{runtime}-state"), *own.get(runtime, ())
 
 
-def _podman(rootfs: Path, scratch: Path) -> Sequence[str]:
-    state = scratch / "podman"
+def _podman(rootfs: Path, scratch: Path, runroot: str) -> Sequence[str]:
     return (
-        *("podman", f"--root={state / 'root'}", f"--runroot={state / 'run'}", "--storage-driver=vfs"),
-        *("--events-backend=none", "--cgroup-manager=cgroupfs", "--runtime=crun", "run", "--rm", "--cgroups=disabled"),
-        *("--network=none", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024", "--read-only"),
-        *("--volume=/usr:/usr:ro", "--rootfs", str(rootfs), *PROGRAM),
+        *("podman", f"--root={scratch / 'podman'}", f"--runroot={runroot}", "--storage-driver=vfs"),
+        *("--events-backend=none", "--cgroup-manager=cgroupfs", "--runtime=runc", "run", "--rm"),
+        *(f"--cgroup-parent=/{_cgroup()}", "--network=none", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024"),
+        *("--read-only", "--volume=/usr:/usr:ro", "--rootfs", str(rootfs), *PROGRAM),
     )
 
 

@@ -12,8 +12,12 @@ from html import escape
 
 Points = Sequence[tuple[float, float]]
 
-_WIDTH, _HEIGHT = 760, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 210, 40, 50
+_INNER, _HEIGHT = 480, 420
+_LEFT, _TOP, _BOTTOM = 70, 40, 50
+_KEY, _LETTER = 44, 7
+"""Widths of a line of the legend beside its name, and of a letter of 12 px, of those of most fonts the widest on
+average."""
+_FEW_POINTS = 12
 _COLOURS = (
     "#0072b2",
     "#d55e00",
@@ -46,14 +50,16 @@ def plot(title: str, lines: Mapping[str, Points], *, x: str, y: str, log_x: bool
     }
     xs = [px for points in shown.values() for px, _ in points] or [1.0]
     ys = [py for points in shown.values() for _, py in points] or [1.0]
-    across = _Axis(xs, log_x, _LEFT, _WIDTH - _RIGHT)
+    right = _LEFT + _INNER
+    width = right + _KEY + _LETTER * max(map(len, shown), default=0)
+    across = _Axis(xs, log_x, _LEFT, right)
     up = _Axis(ys, log_y, _HEIGHT - _BOTTOM, _TOP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_HEIGHT}" font-family="sans-serif"'
         ' font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<rect width="{width}" height="{_HEIGHT}" fill="white"/>',
         _text(_LEFT, _TOP - 16, title, size=15),
-        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, x, anchor="middle"),
+        _text((_LEFT + right) / 2, _HEIGHT - 12, x, anchor="middle"),
         f'<g transform="rotate(-90 16 {_HEIGHT / 2})">{_text(16, _HEIGHT / 2, y, anchor="middle")}</g>',
     ]
     for value in across.ticks():
@@ -62,15 +68,18 @@ def plot(title: str, lines: Mapping[str, Points], *, x: str, y: str, log_x: bool
         parts.append(_text(at, _HEIGHT - _BOTTOM + 16, f"{value:g}", anchor="middle"))
     for value in up.ticks():
         at = up.place(value)
-        parts.append(_line(_LEFT, at, _WIDTH - _RIGHT, at))
+        parts.append(_line(_LEFT, at, right, at))
         parts.append(_text(_LEFT - 6, at + 4, f"{value:g}", anchor="end"))
     for number, (name, points) in enumerate(shown.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(f"{across.place(px):.1f},{up.place(py):.1f}" for px, py in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        if len(points) <= _FEW_POINTS:  # each of them is a measurement of its own
+            dots = ((across.place(px), up.place(py)) for px, py in points)
+            parts += [f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="3" fill="{colour}"/>' for cx, cy in dots]
         height = _TOP + 8 + 18 * number
-        parts.append(f'<rect x="{_WIDTH - _RIGHT + 12}" y="{height - 8}" width="12" height="4" fill="{colour}"/>')
-        parts.append(_text(_WIDTH - _RIGHT + 30, height, name))
+        parts.append(f'<rect x="{right + 12}" y="{height - 8}" width="12" height="4" fill="{colour}"/>')
+        parts.append(_text(right + 30, height, name))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -81,6 +90,8 @@ class _Axis:
         self._low, self._high = self._scale(low), self._scale(high)
         if self._high <= self._low:
             self._high = self._low + 1
+        if not is_log:  # so that the last line has a number
+            self._high = math.ceil(self._high / self._step() - 1e-9) * self._step()
 
     def _scale(self, value: float) -> float:
         return math.log10(value) if self._is_log else value
@@ -94,11 +105,14 @@ class _Axis:
             powers = range(math.floor(self._low), math.ceil(self._high) + 1)
             found = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
             return [tick for tick in found if self._low - 1e-9 <= math.log10(tick) <= self._high + 1e-9]
-        rough = (self._high - self._low) / 5
-        size = 10 ** math.floor(math.log10(rough))
-        step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+        step = self._step()
         first = math.ceil(self._low / step)
-        return [round(step * number, 10) for number in range(first, math.floor(self._high / step) + 1)]
+        return [round(step * number, 10) for number in range(first, math.floor(self._high / step + 1e-9) + 1)]
+
+    def _step(self) -> float:
+        rough = (self._high - self._low) / 5 - 1e-9
+        size = 10.0 ** math.floor(math.log10(rough))
+        return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:

@@ -93,7 +93,9 @@ async def _measure(table: Table, steps: Table, variant: Variant, supervisor: Sup
         session = await supervisor.create(variant.spec)
     for _ in range(EXECS_IN_A_ROW):
         with table.timed(exec_row(variant.name)):
-            await supervisor.exec(session.id, _PROGRAM)
+            result = await supervisor.exec(session.id, _PROGRAM)
+            if result.end.exit_code != 0:
+                raise RuntimeError(f"a wrong answer: {result}")
     await supervisor.destroy(session.id)
     for step, milliseconds in session.timings_ms.items():
         steps.row(step).values.append(milliseconds)

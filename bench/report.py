@@ -15,43 +15,31 @@ from pathlib import Path
 
 import attrs
 
-from bench import files, goals, images, protections
-from bench.peers import ASPECTS, OURS
+from bench import goals
+from bench.peers import ASPECTS, COMMAND, OURS
 from bench.plots import cdf, plot
-from bench.sampling import difference_interval, in_a_row, interval, percentile, ratio_interval
-from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
+from bench.sampling import RATE, difference_interval, interval, percentile, ratio_interval
+from bench.sections import KINDS, Bench, exec_row, first_row
 from sandkasten.host import examine
 
-BASES: Mapping[str, str] = {
-    **{first_row(kind): BUBBLEWRAP for kind in KINDS},
-    **{f"peer: {name}": BUBBLEWRAP for name in ("runc", "crun", "systemd-nspawn", "runsc")},
-    create_row(COLD): BUBBLEWRAP,
-    create_row("sandbox pool"): BUBBLEWRAP,
-    create_row("session pool"): HEALTHZ,
-    exec_row("builtin", "HTTP"): HEALTHZ,
-    exec_row("/bin/true", "HTTP"): HEALTHZ,
-    exec_row("builtin", "WebSocket"): ECHO,
-    in_a_row(exec_row("builtin", "HTTP")): in_a_row(HEALTHZ),
-    in_a_row(exec_row("builtin", "WebSocket")): in_a_row(ECHO),
-    files.SMALL: files.HEALTHZ,
-    exec_row("/bin/true", "library"): "/bin/true",
-    images.IMPORT: images.TAR,
-    images.PULL: images.PEERS,
-    images.FRESH: images.WARM,
-    **{images.layers_row(count): images.layers_row(1) for count in images.LAYERS[1:]},
-    **{f"peer: {name} exec": exec_row("/bin/true", "HTTP") for name in ("runc", "crun", "runsc")},
-}
-"""Row to the row that it is divided by."""
-
+_LEAST = 5
+"""A row of fewer samples gets no interval: resamples of so few are the same few values."""
+_ROWS_HEAD = ("row", "n", "failed", "median", "interval", "p95", "p99", "ratio of medians; difference")
+_RATES_HEAD = (*_ROWS_HEAD[:5], "p5", "p1", _ROWS_HEAD[-1])
+_ABOUT_ROWS = (
+    "In milliseconds; `n` is the number of samples. Intervals are 95 % bootstrap intervals: of the median, of p95 and",
+    "p99, of the ratio of two medians and of their difference. A median of fewer than five samples has none, and a",
+    "percentile without a sample beyond it is left out. A create is timed to its answer, a peer from its start to its",
+    "end with one command: `create and first command` is the row beside it. The end of a session is `destroy`. In",
+    "rows of CPU each sample is the mean processor time of ten operations.",
+)
+_ABOUT_PEERS = (
+    "All run the same program on the same root file system. OCI runtimes have the specification that their own `spec`",
+    "writes, without a terminal and with `/usr` bound as for the others. The rows `exec` of runc, crun and runsc are",
+    f"`exec NAME {' '.join(COMMAND)}` in a container that sleeps. `fork + exec` is the floor: the program without any",
+    "isolation, started as the peers are. What each isolates, as it is started here:",
+)
 GOALS_HEAD = ("figure", "measured", "goal", "")
-
-
-def base_of(name: str) -> str:
-    """Return the row that a row is divided by, or nothing."""
-    for beginning in (protections.CREATE, protections.EXEC):
-        if name.startswith(beginning) and name != beginning + protections.DEFAULT:
-            return beginning + protections.DEFAULT
-    return BASES.get(name, "")
 
 
 @attrs.define
@@ -101,7 +89,7 @@ class Report:
             "sections": self.sections,
             "peers": [attrs.asdict(peer, filter=lambda field, _: field.name != "cwd") for peer in self.bench.peers],
             "facts": self.bench.facts,
-            "rows": {name: row.as_json() for name, row in self.bench.table.rows.items()},
+            "rows": {name: row.as_json(name) for name, row in self.bench.table.rows.items()},
         }
         (self.directory / f"{self.name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
         for name, document in self._plots().items():
@@ -110,33 +98,34 @@ class Report:
 
     def _plots(self) -> Mapping[str, str]:
         rows, facts = self.bench.table.rows, self.bench.facts
-        starts = {
-            name.removeprefix("create and "): cdf(row.values)
-            for name, row in rows.items()
-            if name.startswith(("create and first", "peer: ")) and not name.endswith(" exec")
-        }
-        commands = {
-            name: cdf(row.values) for name, row in rows.items() if name.startswith(("exec builtin, ", "exec /bin"))
-        }
-        commands = {
-            name: points for name, points in commands.items() if "sessions" not in name and "library, " not in name
-        }
+        started = [*map(first_row, KINDS), *(f"peer: {peer.name}" for peer in self.bench.peers)]
+        starts = {name.removeprefix("create and "): cdf(rows[name].values) for name in started if name in rows}
+        said = [exec_row(name, way) for name in ("builtin", "/bin/true") for way in ("library", "WebSocket", "HTTP")]
+        said += [f"peer: {peer.name} exec" for peer in self.bench.peers]
+        commands = {name: cdf(rows[name].values) for name in said if name in rows}
         opened = {
             name.removeprefix("load, "): cdf(row.values) for name, row in rows.items() if name.startswith("load, open")
         }
         curve = [(clients, rate) for clients, rate in facts.get("load, closed: clients and commands per second", ())]
         density = facts.get("density", ())
         dense = {
-            key.removesuffix(", ms"): [(line["sessions"], line[key]) for line in density]
-            for key in ("exec p50, one, ms", "exec p99, one, ms", "exec p50, all, ms", "exec p99, all, ms")
+            f"{percent}, {told}": [(line["sessions"], line[f"exec {percent}, {key}, ms"]) for line in density]
+            for key, told in (("one", "one session"), ("all", "all in turn"))
+            for percent in ("p50", "p99")
         }
-        share = "share of samples"
+        share, latency = "share of samples", "latency, ms"
         found = {
-            "starts": plot("From nothing to a command's output", starts, x="ms", y=share, log_x=True),
-            "commands": plot("Commands in a session", commands, x="ms", y=share, log_x=True),
-            "open-loop": plot("Latency from the intended time", opened, x="ms", y=share, log_x=True),
-            "scaling": plot("Closed loop", {"commands per second": curve}, x="clients", y="per second", log_x=True),
-            "density": plot("Commands beside idle sessions", dense, x="sessions", y="ms", log_x=True),
+            "starts": plot("From nothing to the output of a command", starts, x=latency, y=share, log_x=True),
+            "commands": plot("Commands in a session that is there", commands, x=latency, y=share, log_x=True),
+            "open-loop": plot("Open loop: latency from the intended time", opened, x=latency, y=share, log_x=True),
+            "scaling": plot(
+                "Closed loop: a builtin over HTTP, by number of clients",
+                {"commands": curve},
+                x="clients",
+                y="commands per second",
+                log_x=True,
+            ),
+            "density": plot("A builtin over HTTP beside idle sessions", dense, x="sessions", y=latency, log_x=True),
         }
         has = {"starts": starts, "commands": commands, "open-loop": opened, "scaling": curve, "density": density}
         return {name: document for name, document in found.items() if has[name]}
@@ -146,16 +135,24 @@ class Report:
         lines = [
             f"# Benchmark of {self.name}",
             "",
-            "Made by `make bench-full`; how is told in [README.md](README.md).",
+            f"Made by `{self.command}`; how is told in [README.md](README.md).",
             "",
         ]
         lines += _table(("", ""), [*self.header.items()])
         lines += ["", "## Goals", ""]
         lines += _table(GOALS_HEAD, goals.lines(self.bench.table.rows, self.bench.facts))
-        lines += ["", "## Rows", ""]
-        lines += ["Times in milliseconds; intervals are 95 % bootstrap intervals, of the median or of the ratio.", ""]
-        head = ("row", "n", "failed", "median", "interval", "p95", "p99", "ratio of medians")
-        lines += _table(head, [self._line(name) for name in self.bench.table.rows])
+        lines += ["", "## Rows", "", *_ABOUT_ROWS, ""]
+        times = [name for name in self.bench.table.rows if not name.endswith(RATE)]
+        lines += _table(_ROWS_HEAD, [self._line(name, "ms") for name in times])
+        lines += [
+            "",
+            "## Rates",
+            "",
+            "As above, in megabytes a second; p5 and p1 are the slow end.",
+            "",
+        ]
+        rates = [name for name in self.bench.table.rows if name.endswith(RATE)]
+        lines += _table(_RATES_HEAD, [self._line(name, "MB/s") for name in rates])
         lines += ["", "## Figures", ""]
         plain = {name: value for name, value in self.bench.facts.items() if not isinstance(value, list | dict)}
         lines += _table(("figure", "value"), [(name, str(value)) for name, value in plain.items()])
@@ -166,7 +163,7 @@ class Report:
                 keys = list(dict.fromkeys(key for row in rows for key in row))  # a line may lack a figure
                 lines += _table(keys, [[str(row.get(key, "")) for key in keys] for row in rows])
         lines += ["", "## Peers", ""]
-        lines += ["All run the same program on the same root file system. What each isolates:", ""]
+        lines += [*_ABOUT_PEERS, ""]
         isolation = [(peer.name, *(peer.isolates[each] for each in ASPECTS)) for peer in self.bench.peers]
         lines += _table(("", *ASPECTS), [("sandkasten", *(OURS[each] for each in ASPECTS)), *isolation])
         lines.append("")
@@ -185,21 +182,34 @@ class Report:
         lines += ["", *(f"- Out of time: {each}" for each in self.bench.cut)] if self.bench.cut else []
         return lines
 
-    def _line(self, name: str) -> Sequence[str]:
-        row = self.bench.table.rows[name]
-        low, high = interval(row.values)
+    def _line(self, name: str, unit: str) -> Sequence[str]:
+        row, base_name = self.bench.table.rows[name], goals.base_of(name)
         failed = str(len(row.errors)) + (f" ({row.errors[0][:60]})" if row.errors else "")
-        shown = [name, str(len(row.values)), failed, f"{row.median:.3g}", f"{low:.3g} to {high:.3g}"]
-        shown += [f"{percentile(row.values, percent):.3g}" for percent in (95, 99)]
-        base = self.bench.table.rows.get(base_of(name))
+        shown = [name, str(len(row.values)), failed, f"{row.median:.3g}"]
+        shown.append(_between(interval(row.values)) if len(row.values) >= _LEAST else "")
+        for percent in (95, 99) if unit == "ms" else (5, 1):
+            shown.append(_tail(row.values, percent))
+        base = self.bench.table.rows.get(base_name)
         if base is None or not (base.values and row.values):
             return (*shown, "")
+        ratio = f"{row.median / base.median:.2f}"
+        if min(len(row.values), len(base.values)) < _LEAST:
+            return (*shown, f"{ratio} x {base_name}")
         low, high = ratio_interval(row.values, base.values)
         less, more = difference_interval(row.values, base.values)
-        ratio = (
-            f"{row.median / base.median:.2f} ({low:.2f} to {high:.2f}) x {base_of(name)}; {less:+.2f} to {more:+.2f} ms"
-        )
-        return (*shown, ratio)
+        between = f"({low:.2f} to {high:.2f}) x {base_name}"
+        return (*shown, f"{ratio} {between}; {less:+.2f} to {more:+.2f} {unit}")
+
+
+def _tail(values: Sequence[float], percent: int) -> str:
+    """Return a percentile of a tail with its interval; nothing unless it has a sample beyond it."""
+    if len(values) * min(percent, 100 - percent) < 100:
+        return ""
+    return f"{percentile(values, percent):.3g} ({_between(interval(values, percent))})"
+
+
+def _between(bounds: tuple[float, float]) -> str:
+    return f"{bounds[0]:.3g} to {bounds[1]:.3g}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -21,6 +21,7 @@ import trio
 
 RESAMPLES = 1000
 _MICRO = 1000
+RATE = ", MB/s"
 _PAUSE_S = 0.05
 """A client that got an error waits so long, as one that fails at once would send nothing but failures."""
 LATE_S = 10.0
@@ -29,7 +30,8 @@ LATE_S = 10.0
 
 @attrs.define
 class Row:
-    """Milliseconds in the order they were measured, and the errors of those that failed."""
+    """Milliseconds in the order they were measured, and the errors of those that failed. A row whose name ends with
+    `RATE` has megabytes a second instead."""
 
     values: list[float] = attrs.field(factory=list)
     errors: list[str] = attrs.field(factory=list)
@@ -38,9 +40,10 @@ class Row:
     def median(self) -> float:
         return percentile(self.values, 50)
 
-    def as_json(self) -> Mapping[str, Any]:
-        """Return whole microseconds, so that raw samples stay small, and the failures."""
-        return {"us": [round(value * _MICRO) for value in self.values], "errors": self.errors}
+    def as_json(self, name: str) -> Mapping[str, Any]:
+        """Return whole microseconds, or kB/s, so that raw samples stay small, and the failures."""
+        unit = "kB/s" if name.endswith(RATE) else "us"
+        return {unit: [round(value * _MICRO) for value in self.values], "errors": self.errors}
 
 
 class Table:

@@ -29,11 +29,20 @@ from bench import daemon, echo, measure
 from bench.clients import clients
 from bench.e2b import e2b
 from bench.files import HEALTHZ as SMALL_HEALTHZ
-from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
+from bench.files import (
+    LARGE,
+    SMALL,
+    measure_large,
+    measure_large_memory,
+    measure_list,
+    measure_small,
+    measure_sparse,
+)
 from bench.images import images
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
 from bench.peers import Peer, RunningContainer, start_container
 from bench.protections import measure_protections
+from bench.rollouts import trace
 from bench.sampling import Row, Table, blocks, closed_loop, in_a_row, open_loop, percentile
 from bench.thousand import cpu_ns, measure_thousand
 from bench.ways_out import measure_ways_out
@@ -56,7 +65,12 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 
 BUBBLEWRAP = "peer: bubblewrap"
 HEALTHZ, ECHO, DESTROY = "GET /healthz", "WebSocket echo", "destroy, HTTP"
+EXEC_CPU = "daemon CPU per exec, builtin, HTTP"
+HEALTHZ_BESIDE = f"{HEALTHZ}, beside creates"
+OUTPUT, PLAIN_OUTPUT = "output over a WebSocket, MB/s", "output of a plain sender, MB/s"
 _SETTLE_S, _BREATH_S, _ADOPTED_S = 0.03, 0.002, 60.0
+_QUIET_S, _BATCH = 0.3, 10
+"""Before processor time is read, and how much of it is one sample."""
 _WORD = "echo ok"
 _COMMANDS: Mapping[str, tuple[str, bytes]] = {
     "builtin": (":", b""),
@@ -71,10 +85,15 @@ _SHARES = (0.25, 0.5, 0.75, 0.9)
 _BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
 _STREAMS, _STREAM_BYTES = 50, 8 * MIB
 _MIB_PER_SESSION = 8
+SIZES = (10, 100, 300, 600, 1000)
 
 
 def create_row(kind: str) -> str:
     return f"create, {kind}"
+
+
+def create_cpu_row(kind: str) -> str:
+    return f"machine CPU per create and destroy, {kind}"
 
 
 def first_row(kind: str) -> str:
@@ -88,6 +107,15 @@ def burst_row(kind: str, size: int, which: str) -> str:
 
 def exec_row(name: str, way: str) -> str:
     return f"exec {name}, {way}"
+
+
+def dense_row(sessions: int, way: str) -> str:
+    """The row of commands to one of so many sessions, or to all of them in turn."""
+    return f"exec builtin, HTTP, {sessions} sessions, {way}"
+
+
+def noisy_row(neighbours: str) -> str:
+    return f"exec /bin/true, library, {neighbours}"
 
 
 @attrs.define
@@ -135,13 +163,8 @@ class Section:
 # Clients ------------------------------------------------------------------------------------------------------------
 
 
-def _verify(answer: Mapping[str, Any], output: bytes) -> None:
-    if answer["exit_code"] != 0 or answer["output"].encode() != output:
-        raise RuntimeError(f"a wrong answer: {answer}")
-
-
 def _exec(client: daemon.Client, session: str, command: str = _WORD, output: bytes = b"ok\n") -> None:
-    _verify(client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": command}), output)
+    daemon.verify(client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": command}), output)
 
 
 def _talk(stream: ExecSocket, command: str, output: bytes) -> None:
@@ -200,27 +223,28 @@ async def calibrate(bench: Bench) -> None:
     """The machine itself: fork, a program's start, a system call, a copy of memory, a round trip, a request that asks
     nothing."""
     table = bench.table
-    block = bytes(64 * MIB)
+    block = bytearray(64 * MIB)
+    copied = bytearray(block)  # so that the copy that is timed meets no page for the first time
     with (
         daemon.running(bench.scratch / "calibrate") as (_pid, address),
         daemon.Client(address) as client,
         measure.loopback() as round_trip,
     ):
         works: dict[str, Callable[[], object]] = {
-            "fork and wait": measure.fork_and_wait,
+            "fork of the benchmark's own process, and wait": measure.fork_and_wait,
             "/bin/true": measure.run_true,
             "loopback round trip": round_trip,
             HEALTHZ: partial(client.call, "GET", "/healthz"),
         }
         for name in bench.rounds(list(works), 100):
-            with table.timed(name):
+            with table.timed(f"calibration: {name}"):
                 works[name]()
     began = time.perf_counter()
     for _ in range(100_000):
         os.getppid()
     bench.facts["system call, ns"] = round((time.perf_counter() - began) * 1e4)
     began = time.perf_counter()
-    copied = bytearray(block)
+    copied[:] = block
     bench.facts["copy of memory, GB/s"] = round(len(copied) / (time.perf_counter() - began) / 1e9, 1)
 
 
@@ -228,24 +252,26 @@ async def creates(bench: Bench) -> None:
     """One create after another, peers between them; the processor time of a create and its destroy."""
     with _daemons(bench, "create") as kinds:
         able = {peer.name: peer for peer in bench.peers if not peer.reason}
-        for name in bench.rounds([*able, *kinds], 80):
+        for name in bench.rounds([*able, *kinds, HEALTHZ_BESIDE], 80):
             _wait_full(kinds[POOL][2])  # a refill would compete with the next row
             await trio.sleep(_SETTLE_S)
             if name in able:
                 with bench.table.timed(f"peer: {name}"):
                     able[name].run()
+            elif name == HEALTHZ_BESIDE:
+                with bench.table.timed(name):
+                    kinds[POOL][2].call("GET", "/healthz")
             else:
                 await _create_once(bench, name, kinds[name][2])
-        for kind, (_, _, client) in kinds.items():
+        for kind in bench.rounds(list(kinds), 6, 1):
+            client = kinds[kind][2]
             _wait_full(client)
-            await trio.sleep(1)
-            count, before = bench.count(50, 5), measure.busy_s()
-            for _ in range(count):
+            await trio.sleep(_QUIET_S)
+            before = measure.busy_s()
+            for _ in range(_BATCH):
                 client.call("DELETE", f"/v1/sessions/{_new(client, kind)}")
             _wait_full(client)
-            bench.facts[f"machine CPU per create and destroy, {kind}, ms"] = round(
-                (measure.busy_s() - before) / count * 1000, 1
-            )
+            bench.table.row(create_cpu_row(kind)).values.append((measure.busy_s() - before) / _BATCH * 1000)
 
 
 async def _create_once(bench: Bench, kind: str, client: daemon.Client) -> None:
@@ -355,9 +381,9 @@ async def execs(bench: Bench) -> None:
                 await trio.sleep(_BREATH_S)  # whatever the last row left to the supervisor's own tasks
                 await take_time(name, bench.table, name)
             for name in (HEALTHZ, ECHO, *(exec_row("builtin", way) for way in ("HTTP", "WebSocket", "library"))):
-                for _ in bench.rounds([name], 200):  # caches are warm then, and no processor rests
+                for _ in bench.rounds([name], 1000):  # caches are warm then, and no processor rests
                     await take_time(name, bench.table, in_a_row(name))
-        bench.facts["daemon CPU per exec, builtin, HTTP, ms"] = _cpu_per_exec(bench)
+        _measure_cpu_per_exec(bench)
 
 
 def _containers(bench: Bench, stack: ExitStack) -> Sequence[RunningContainer]:
@@ -374,14 +400,15 @@ def _containers(bench: Bench, stack: ExitStack) -> Sequence[RunningContainer]:
     return found
 
 
-def _cpu_per_exec(bench: Bench) -> float:
+def _measure_cpu_per_exec(bench: Bench) -> None:
     with daemon.running(bench.scratch / "cpu") as (pid, address), daemon.Client(address) as client:
-        session, count = _new(client), bench.count(300, 10)
+        session = _new(client)
         _exec(client, session)
-        before = cpu_ns(pid)
-        for _ in range(count):
-            _exec(client, session, ":", b"")
-        return round((cpu_ns(pid) - before) / count / 1e6, 3)
+        for name in bench.rounds([EXEC_CPU], 30):
+            before = cpu_ns(pid)
+            for _ in range(_BATCH):
+                _exec(client, session, ":", b"")
+            bench.table.row(name).values.append((cpu_ns(pid) - before) / _BATCH / 1e6)
 
 
 async def streams(bench: Bench) -> None:
@@ -391,15 +418,12 @@ async def streams(bench: Bench) -> None:
         client = stack.enter_context(daemon.Client(address))
         plain = stack.enter_context(echo.running())
         session, size = _new(client), bench.count(_BULK_BYTES // MIB) * MIB
-        rates: dict[str, list[float]] = {"plain": [], "ours": []}
-        for name in bench.rounds(["plain", "ours"], 10, 1):
+        for name in bench.rounds([PLAIN_OUTPUT, OUTPUT], 10, 1):
             began = time.perf_counter()
-            got = _send_plain(plain, size) if name == "plain" else _send_ours(address, session, size)
+            got = _send_plain(plain, size) if name == PLAIN_OUTPUT else _send_ours(address, session, size)
             if got != size:
                 raise RuntimeError(f"{got} bytes of {size} came")
-            rates[name].append(got / (time.perf_counter() - began) / 1e6)
-        bench.facts["output over a WebSocket, MB/s"] = round(statistics.median(rates["ours"]))
-        bench.facts["output of a plain sender, MB/s"] = round(statistics.median(rates["plain"]))
+            bench.table.row(name).values.append(got / (time.perf_counter() - began) / 1e6)
         with ExecSocket(address, session) as stream:
             _talk(stream, ":", b"")
             for name in bench.rounds(["interrupt", "first byte"], 100):
@@ -451,7 +475,7 @@ async def many_streams(bench: Bench) -> None:
     with daemon.running(bench.scratch / "many") as (pid, address):
         sessions = await make_many(address, bench.count(_STREAMS, 3))
         peak = before = measure.own_resident_bytes(pid)
-        row = bench.table.row(f"{_STREAMS} streams of {_STREAM_BYTES // MIB} MiB at once: each")
+        row = bench.table.row(f"{len(sessions)} streams of {_STREAM_BYTES // MIB} MiB at once: each")
         began = trio.current_time()
 
         async def stream(session: str) -> None:
@@ -491,7 +515,10 @@ async def files(bench: Bench) -> None:
         rounds = bench.rounds([SMALL, SMALL_HEALTHZ], 1000)
         bench.facts |= measure_small(bench.table, client, place, rounds, count)
         bench.facts |= measure_list(bench.table, client, session, entries)
-        bench.facts |= measure_large(pid, address, session, bench.scratch, bench.count(5 * 1024) * MIB)
+        kinds, size = bench.rounds(LARGE, 5, 1), bench.count(1024) * MIB
+        measure_large(bench.table, address, session, bench.scratch, kinds, size)
+        bench.facts["large file whose rate is measured, MiB"] = size // MIB
+        bench.facts |= measure_large_memory(pid, address, session, bench.count(5 * 1024) * MIB)
         bench.facts |= measure_sparse(client, address, session, bench.count(10 * 1024) * MIB)
 
 
@@ -517,7 +544,7 @@ async def load(bench: Bench) -> None:
 
             async def request(number: int) -> None:
                 answer = await opened[number].call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": ":"})
-                _verify(answer, b"")
+                daemon.verify(answer, b"")
 
             curve = []
             for number in range(most):
@@ -537,7 +564,7 @@ async def load(bench: Bench) -> None:
 
 async def density(bench: Bench) -> None:
     """One daemon at growing numbers of sessions, as memory allows, in the end with ways out."""
-    sizes = [bench.count(size, 10) for size in (10, 100, 300, 600, 1000)] if bench.share == 1 else [10, 12]
+    sizes = SIZES if bench.share == 1 else [10, 12]
     lines: list[Mapping[str, float]] = []
     bench.facts |= {"density": lines, "density stopped at": f"{sizes[-1]} sessions, as planned"}
     quiet_s, execs = bench.seconds(10), bench.count(500, 50)
@@ -558,7 +585,7 @@ async def density(bench: Bench) -> None:
                 bench.facts["density stopped at"] = f"{done} sessions: {error}"[:300]
                 raise
             for way, values in step.exec_ms.items():
-                bench.table.row(f"exec builtin, HTTP, {step.sessions} sessions, {way}").values += values
+                bench.table.row(dense_row(step.sessions, way)).values += values
             line = {
                 "sessions": step.sessions,
                 "idle daemon, % of a core": round(step.idle_daemon, 2),
@@ -665,7 +692,7 @@ async def neighbours(bench: Bench) -> None:
             noise = NOISES[name]
             async with make_noise(supervisor, noisy[: noise.sessions], noise.command):
                 for _ in range(bench.count(50, 3)):
-                    with bench.table.timed(f"exec /bin/true, library, {name}"):
+                    with bench.table.timed(noisy_row(name)):
                         result = await supervisor.exec(measured, ExecSpec("/bin/true"))
                         if result.end.exit_code != 0:
                             raise RuntimeError(f"a wrong answer: {result}")
@@ -677,7 +704,8 @@ async def protections(bench: Bench) -> None:
 
 
 async def restarts(bench: Bench) -> None:
-    """A daemon that ends and starts again beside its live sessions; times from the start of the process."""
+    """A daemon that ends and starts again beside its live sessions; times from the start of the process, of three
+    restarts one after the other."""
     facts: list[Mapping[str, float]] = []
     bench.facts["restarts"] = facts
     for size in (0, 300, 1000) if bench.share == 1 else (0, 300):
@@ -686,87 +714,43 @@ async def restarts(bench: Bench) -> None:
             sessions = await make_many(address, count)
 
             async def leave(link: Link, number: int, sessions: Sequence[str] = sessions) -> None:
-                _verify(await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": f"x={number}"}), b"")
+                daemon.verify(
+                    await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": f"x={number}"}), b""
+                )
 
             await for_each(address, count, AT_ONCE, leave)
-        began, log = time.perf_counter(), bench.scratch / f"restart-{size}.log"
-        with daemon.running_with_log(data_dir, log) as (_pid, address), daemon.Client(address) as client:
-            found: dict[str, float] = {"sessions": count}
-
-            def take(name: str, found: dict[str, float] = found, began: float = began) -> None:
-                found[f"{name}, s"] = round(time.perf_counter() - began, 2)
-
-            client.call("GET", "/healthz")
-            take("first answer")
-            if count:
-                number = bench.chance.randrange(count)
-                _exec(client, sessions[number], "echo $x", f"{number}\n".encode())
-                take("first command")
-            with trio.fail_after(_ADOPTED_S):
-                while b'"reconciled"' not in log.read_bytes():  # noqa: ASYNC110 - a file gives no event
-                    await trio.sleep(0.02)
-            take("all adopted")
-
-            async def ask(link: Link, number: int, sessions: Sequence[str] = sessions) -> None:
-                answer = await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": "echo $x"})
-                _verify(answer, f"{number}\n".encode())
-
-            await for_each(address, count, AT_ONCE, ask)
-            take("a command in every session")
-            facts.append(found)
-            await end_all(address, sessions)
+        for number in range(rounds := bench.count(3, 1) if size else 1):
+            run = daemon.running_with_log if number == rounds - 1 else daemon.running_and_leaving_with_log
+            facts.append(await _restart(bench, run, data_dir, sessions))
 
 
-_STEPS, _ROLLOUTS, _WORKERS = 150, 16, 4
+async def _restart(bench: Bench, run: daemon.WithLog, data_dir: Path, sessions: Sequence[str]) -> Mapping[str, float]:
+    """Start a daemon beside its sessions, and return the seconds until it has done each of these."""
+    began, log, count = time.perf_counter(), data_dir.with_suffix(".log"), len(sessions)
+    with run(data_dir, log) as (_pid, address), daemon.Client(address) as client:
+        found: dict[str, float] = {"sessions": count}
 
+        def take(name: str) -> None:
+            found[f"{name}, s"] = round(time.perf_counter() - began, 2)
 
-async def trace(bench: Bench) -> None:
-    """Rollouts of an agent: a session, 150 steps of commands and files, and the session's end."""
-    steps, rollouts = bench.count(_STEPS, 5), bench.count(_ROLLOUTS, 2)
-    with daemon.running(bench.scratch / "trace") as (_pid, address):
-        row = bench.table.row("rollout of an agent")
-        before, began = measure.busy_s(), trio.current_time()
+        client.call("GET", "/healthz")
+        take("first answer")
+        if count:
+            number = bench.chance.randrange(count)
+            _exec(client, sessions[number], "echo $x", f"{number}\n".encode())
+            take("first command")
+        with trio.fail_after(_ADOPTED_S):
+            while b'"reconciled"' not in log.read_bytes():  # noqa: ASYNC110 - a file gives no event
+                await trio.sleep(0.02)
+        take("all adopted")
 
-        async def roll(link: Link, number: int) -> None:
-            chance, start = random.Random(number), trio.current_time()
-            session = (await link.call("POST", "/v1/sessions", {}))["id"]
-            place = f"/v1/sessions/{session}"
-            try:
-                for step in range(steps):
-                    await _step(link, place, chance, step)
-            except Exception as error:  # noqa: BLE001 - a failure of the row
-                row.errors.append(str(error)[:200])
-            else:
-                row.values.append((trio.current_time() - start) * 1000)
-            await link.call("DELETE", place)
+        async def ask(link: Link, number: int) -> None:
+            answer = await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": "echo $x"})
+            daemon.verify(answer, f"{number}\n".encode())
 
-        await for_each(address, rollouts, _WORKERS, roll)
-        took = trio.current_time() - began
-        bench.facts["rollouts"] = {
-            "steps": steps,
-            "rollouts": rollouts,
-            "at once": _WORKERS,
-            "core seconds per rollout": round((measure.busy_s() - before) / rollouts, 3),
-            "core hours per million rollouts": round((measure.busy_s() - before) / rollouts / 3600 * 1e6),
-            "worker hours per million rollouts": round(took / rollouts / 3600 * 1e6),
-        }
-
-
-async def _step(link: Link, place: str, chance: random.Random, step: int) -> None:
-    async def run(command: str, output: bytes) -> None:
-        _verify(await link.call("POST", f"{place}/exec", {"cmd": command}), output)
-
-    match chance.choices(("shell", "tool", "file", "python"), (40, 30, 20, 10))[0]:
-        case "shell":
-            await run(f"cd /workspace && x={step}; echo $x", f"{step}\n".encode())
-        case "tool":
-            await run("ls -d /usr /etc | grep usr", b"/usr\n")
-        case "file":
-            content = base64.b64encode(f"step {step}\n".encode()).decode()
-            await link.call("POST", f"{place}/fs/write", {"path": "notes", "content_base64": content})
-            await run("cat /workspace/notes", f"step {step}\n".encode())
-        case _:
-            await run(f"python3 -c 'print({step} * 2)'", f"{step * 2}\n".encode())
+        await for_each(address, count, AT_ONCE, ask)
+        take("a command in every session")
+    return found
 
 
 async def ways_out(bench: Bench) -> None:

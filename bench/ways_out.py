@@ -20,7 +20,6 @@ import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,7 +55,7 @@ _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
 _SETTLE_S = 0.03
 _GOES_ON = 50
-_OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.1
+_OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.5
 _MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
 
 _SERVER = f"""
@@ -293,13 +292,13 @@ def main() -> None:
         linked = {"mode": "bridge", "allow": [f"{_WORLD}/32"]}
         bridged = client.call("POST", "/v1/sessions", {"network": linked, "limits": limits})
         works[BRIDGE] = lambda said: _inside(client, bridged["id"], [_WORLD, *said[1:]])
-        _measure_carrying(table, facts, works, share, chance)
+        _measure_carrying(table, works, share, chance)
         if has_broker:
             _measure_broker(table, facts, pid, client, share, chance)
         else:
             facts[BROKER] = "not measured: the extra `secrets` is not installed"
         _measure_preview(table, facts, pid, client, session["id"], _count(400, share), chance)
-        _measure_published(facts, client, session["id"], share, chance)
+        _measure_published(table, client, session["id"], share, chance)
         for each in (session, bridged):
             client.call("DELETE", f"/v1/sessions/{each['id']}")
         _measure_creates(table, client, way_out, _count(60, share), chance)
@@ -402,20 +401,15 @@ def _measure_making(table: Table, count: int) -> None:
 
 
 def _measure_carrying(
-    table: Table,
-    facts: dict[str, Any],
-    works: Mapping[str, Callable[[Sequence[str]], bytes]],
-    share: float,
-    chance: random.Random,
+    table: Table, works: Mapping[str, Callable[[Sequence[str]], bytes]], share: float, chance: random.Random
 ) -> None:
-    """Connect and carry in turn; of the rates, the medians count."""
-    size, rates = max(4 * MIB, round(512 * MIB * share)), dict[str, list[float]]()
+    """Connect and carry in turn."""
+    size = max(4 * MIB, round(512 * MIB * share))
     for name in blocks(list(works), max(2, round(6 * share)), chance):
         found = json.loads(works[name]([_NAME, str(_PORT), str(max(5, round(50 * share))), str(size)]))
         table.row(connect_row(name)).values += found["connects_ms"]
         for way in ("up", "down"):
-            rates.setdefault(rate_fact(name, way), []).append(found[way])
-    facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+            table.row(rate_row(name, way)).values.append(found[way])
 
 
 def _measure_broker(
@@ -429,13 +423,12 @@ def _measure_broker(
     limits = {"cpu": os.cpu_count() or 1}
     asked = {"network": way_out, "env": {"KEY": {"secret": "bench"}}, "limits": limits}
     session = client.call("POST", "/v1/sessions", asked)["id"]
-    size, rates = max(4 * MIB, round(256 * MIB * share)), dict[str, list[float]]()
+    size = max(4 * MIB, round(256 * MIB * share))
     for name in blocks(list(hosts), max(2, round(6 * share)), chance):
         arguments = [_TLS_NAMES[name], str(_TLS_PORT), str(max(5, round(50 * share))), str(size)]
         found = json.loads(_inside(client, session, arguments, _TLS_CLIENT))
         table.row(tls_row(name)).values += found["connects_ms"]
-        rates.setdefault(rate_fact(f"TLS by {name},", "down"), []).append(found["down"])
-    facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+        table.row(rate_row(f"TLS by {name},", "down")).values.append(found["down"])
     head = f"GET /1 HTTP/1.1\r\nHost: {hosts[BROKER]}\r\n\r\n"
     _start_going(client, session, "/tmp/broker", _TLS_NAMES[BROKER], str(_TLS_PORT), head, "tls")
     os.kill(carrier_of(pid, "broker"), signal.SIGKILL)
@@ -447,9 +440,7 @@ def tls_row(name: str) -> str:
     return f"TLS connection and a request, by {name}"
 
 
-def _measure_published(
-    facts: dict[str, Any], client: daemon.Client, session: str, share: float, chance: random.Random
-) -> None:
+def _measure_published(table: Table, client: daemon.Client, session: str, share: float, chance: random.Random) -> None:
     """Have a server in a session send bytes, over a published port and within the session's own network, in turn."""
     place = f"/v1/sessions/{session}"
     started = client.call("POST", f"{place}/processes", {"argv": ["python3", "-c", _SENDER]})
@@ -457,7 +448,7 @@ def _measure_published(
     client.call("POST", f"{place}/processes/{started['exec_id']}/wait", waited)
     published = client.call("POST", f"{place}/previews", {"port": _SENDER_PORT, "access": "local"})["host_port"]
     network = client.call("POST", f"{place}/exec", {"cmd": "readlink /proc/self/ns/net"})["output"].strip()
-    size, rates = max(4 * MIB, round(512 * MIB * share)), dict[str, list[float]]()
+    size = max(4 * MIB, round(512 * MIB * share))
     for name in blocks([PUBLISHED, DIRECT_PORT], max(2, round(6 * share)), chance):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM) if name == PUBLISHED else _socket_of(network)
         with sock:
@@ -468,8 +459,7 @@ def _measure_published(
                 left -= got
             if left:
                 raise RuntimeError(f"{name}: {left} bytes are missing")
-            rates.setdefault(name, []).append(size / (time.perf_counter() - began) / 1e6)
-    facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+            table.row(name).values.append(size / (time.perf_counter() - began) / 1e6)
 
 
 def _measure_preview(
@@ -553,7 +543,7 @@ def connect_row(name: str) -> str:
     return f"connect and first byte, {name}"
 
 
-def rate_fact(name: str, way: str) -> str:
+def rate_row(name: str, way: str) -> str:
     return f"{name} {way}, MB/s"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.goals import GOALS
 from sandkasten.api.http.errors import STATUS
 from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.routes import TABLE
@@ -230,6 +231,20 @@ def test_the_readme_quotes_the_goals_of_the_last_report() -> None:
     assert set(quoted) <= set(goals)
     met = sum(line.endswith("| met |") for line in goals)
     assert f"{met} of {len(goals) - 2} goals are met" in re.sub(r"\s+", " ", README)
+
+
+def test_each_goal_that_the_last_report_calls_missed_has_its_reasons() -> None:
+    """Below a heading of its name, in the order of the goals. A goal that is met at times may have one, too."""
+    report = max((ROOT / "docs/benchmarks").glob("20*.md")).read_text()
+    missed = {line.split(" | ")[0].removeprefix("| ") for line in report.splitlines() if line.endswith("| missed |")}
+    page = (ROOT / "docs/benchmarks/README.md").read_text()
+    reasons = page.partition("## Goals that are missed\n")[2].partition("\n## ")[0]
+    parts = {name: text for name, _, text in (part.partition("\n") for part in reasons.split("\n### ")[1:])}
+    assert missed <= parts.keys()
+    assert [*parts] == [goal.name for goal in GOALS if goal.name in parts]
+    for text in parts.values():
+        assert "- **Figure**: " in text
+        assert "- **Where" in text
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import trio.testing
 from bench.__main__ import ends_s
 from bench.daemon import body_of
 from bench.plots import cdf, plot
+from bench.report import Report
 from bench.sampling import (
     Table,
     blocks,
@@ -24,7 +25,7 @@ from bench.sampling import (
     percentile,
     ratio_interval,
 )
-from bench.sections import SECTIONS, Bench
+from bench.sections import OUTPUT, PLAIN_OUTPUT, SECTIONS, Bench
 
 
 def test_intervals_hold_the_true_value_about_as_often_as_they_say() -> None:
@@ -78,6 +79,26 @@ def test_a_failure_is_counted_and_never_a_time() -> None:
             if answer == "wrong":
                 raise RuntimeError("another answer")
     assert (len(table.row("row").values), table.row("row").errors) == (1, ["RuntimeError: another answer"])
+
+
+def test_a_row_has_no_more_figures_than_its_samples_give(tmp_path: Path) -> None:
+    """No p99 that is the largest sample, no interval of four; a rate has its slow end. What is compared, and every goal
+    that is a ratio, has an interval."""
+    bench = Bench(tmp_path, random.Random(1), 1)
+    report = Report(bench, tmp_path, 1, "make bench")
+    many, few = [float(value) for value in range(100)], [1.0, 2.0, 3.0, 4.0]
+    bench.table.row("99").values += many[:99]
+    bench.table.row("100").values += many
+    bench.table.row("4").values += few
+    bench.table.row(OUTPUT).values += [each / 2 for each in few * 2]
+    bench.table.row(PLAIN_OUTPUT).values += few * 2
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in report.page() if " | " in line}
+    assert [cells[name][5] == "" for name in ("4", "99", "100")] == [True, True, False]
+    assert [cells[name][3] == "" for name in ("4", "99", "100")] == [True, False, False]
+    assert cells["100"][5].startswith("98 (")
+    assert cells[OUTPUT][6].startswith("0.50 (")
+    assert any("50 % |" in line and line.endswith("| met |") for line in report.page())
+    assert bench.table.row(OUTPUT).as_json(OUTPUT) == {"kB/s": [500, 1000, 1500, 2000] * 2, "errors": []}
 
 
 async def test_an_open_loop_counts_from_the_intended_time(autojump_clock: trio.testing.MockClock) -> None:
