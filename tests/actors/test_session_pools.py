@@ -675,7 +675,7 @@ async def test_members_are_adopted_by_the_next_daemon(restart: Restart) -> None:
 
 
 async def test_members_that_grew_old_between_two_daemons_are_removed(restart: Restart) -> None:
-    """Their age is that since the first one made them."""
+    """The age of a member counts from when it was made."""
     await trio.sleep(1)
     async with restart.again(pool=pool_of(3, max_age_seconds=1)) as tree:
         await until_ready(tree, 3)

@@ -281,7 +281,8 @@ class Walk:
                 session = made.json()["id"]
                 self.alive.add(session)
                 assert run(client, session, "echo $SECRET") == seen
-                assert client.get(f"/v1/sessions/{session}/network").json()["mode"] == mode
+                url = f"/v1/sessions/{session}/network"  # it tells of no network before a way out is served
+                until(lambda url=url, mode=mode: client.get(url).json().get("mode") == mode, "it has its network")
 
     def _disturb(self, daemon: Daemon, *, needs_pool_sandbox: bool) -> bool:
         """Make, use and end a session; return whether anything of it went otherwise than it should."""
