@@ -367,7 +367,8 @@ async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None
         other = await tree.supervisor.create(SessionSpec(key_id=key.id, user="root"))
         with pytest.raises(QuotaExceeded):
             await tree.supervisor.create(SessionSpec(key_id=key.id))
-        assert (await pool_in(tree)).wanted == 2
+        pool = await pool_in(tree)
+        assert (pool.wanted, pool.ready) == (2, 2)
         await tree.supervisor.destroy(other.id)
         session = await tree.supervisor.create(SessionSpec(key_id=key.id))
         assert (session.acquire_source, session.key_id) == ("pool", key.id)
