@@ -9,6 +9,7 @@ import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sandkasten.config import (
     Defaults,
     PoolSettings,
     PoolSize,
+    SecuritySettings,
     ServerSettings,
     WorkspaceSettings,
 )
@@ -170,18 +172,21 @@ async def test_a_claim_writes_one_row_and_asks_pid_1_once_and_nsinit_nothing() -
     """The session has all that its client asked for, and its life begins with the claim."""
     async with open_pool(1) as tree:
         (member,) = await idle(tree)
+        await trio.sleep(0.05)
+        asked_at = datetime.now(UTC)
         tree.nsinit.requests.clear()
         before = len(tree.runners[member].requests)
         written = tree.supervisor._metrics.store_jobs("ok")._value.get()
-        spec = SessionSpec(labels={"a": "b"}, env={"X": "secret"}, ttl_s=77, max_lifetime_s=99, exec_mode="stateless")
-        spec = attrs.evolve(spec, network=Network(log="denied"))
+        spec = SessionSpec(labels={"a": "b"}, env={"X": "secret"}, ttl_s=77, max_lifetime_s=77.02)
+        spec = attrs.evolve(spec, exec_mode="stateless", network=Network(log="denied"))
         session = await tree.supervisor.create(spec)
         assert (session.id, session.status, session.epoch) == (member, Status.RUNNING, 1)
         assert (session.acquire_source, session.acquire_detail) == ("pool", None)
-        assert (session.labels, session.ttl_s, session.max_lifetime_s) == ({"a": "b"}, 77, 99)
+        assert (session.labels, session.ttl_s, session.max_lifetime_s) == ({"a": "b"}, 77, 77.02)
         assert (session.options.exec_mode, session.network.log) == ("stateless", "denied")
+        assert min(session.created_at, session.last_activity) >= asked_at
         assert session.expires_at is not None
-        assert round((session.expires_at - session.created_at).total_seconds()) == 77
+        assert 77 <= (session.expires_at - asked_at).total_seconds() < 77 + patience()
         assert set(session.timings_ms) == {"pool"}
         assert tree.supervisor._metrics.store_jobs("ok")._value.get() - written == 1
         assert tree.runners[member].requests[before:] == [runner_protocol.SetEnv({"X": "secret"})]
@@ -242,12 +247,13 @@ async def test_nobody_meets_a_member_before_it_is_claimed() -> None:
         SessionSpec(account="user"),
         SessionSpec(root_inside=False),
         SessionSpec(filesystem=FileRules(readable=["/usr"])),
+        SessionSpec(seccomp="mvp"),
     ],
     ids=lambda spec: next(name for name, value in attrs.asdict(spec).items() if value not in (None, {})),
 )
 async def test_a_create_that_asks_for_something_else_goes_without(spec: SessionSpec) -> None:
     """Settings that are mounted, limited or started with a member are those of the configuration."""
-    async with open_pool(1) as tree:
+    async with open_pool(1, security=SecuritySettings(seccomp_allowed=("mvp",))) as tree:
         members = await idle(tree)
         session = await tree.supervisor.create(spec)
         assert (session.acquire_source, session.acquire_detail) == ("cold", "pool_mismatch")
@@ -361,7 +367,8 @@ async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None
         other = await tree.supervisor.create(SessionSpec(key_id=key.id, user="root"))
         with pytest.raises(QuotaExceeded):
             await tree.supervisor.create(SessionSpec(key_id=key.id))
-        assert (await pool_in(tree)).wanted == 2
+        pool = await pool_in(tree)
+        assert (pool.wanted, pool.ready) == (2, 2)
         await tree.supervisor.destroy(other.id)
         session = await tree.supervisor.create(SessionSpec(key_id=key.id))
         assert (session.acquire_source, session.key_id) == ("pool", key.id)
@@ -547,28 +554,6 @@ async def test_members_that_wait_are_frozen_and_a_claim_thaws_them(monkeypatch: 
         await until_ready(tree, 2)
 
 
-async def test_no_record_says_running_of_a_frozen_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that is killed during a claim leaves a member, or a session that runs."""
-    monkeypatch.setattr(session_pools, "FREEZE_AFTER_S", 0.05)
-    async with open_pool(1) as tree:
-        (member,) = await idle(tree)
-        do, seen = tree.nsinit._do, list[str]()
-
-        async def look(request: Any, fds: Any) -> object:
-            if isinstance(request, protocol.SetFrozen) and not request.frozen:
-                await trio.sleep(0.1)
-                seen.append(rows(tree)[member])
-            return await do(request, fds)
-
-        async def is_frozen() -> bool:
-            return tree.nsinit.frozen == {member}
-
-        await until(is_frozen)
-        monkeypatch.setattr(tree.nsinit, "_do", look)
-        assert (await tree.supervisor.create(EVERYTHING)).id == member
-        assert seen == [Status.POOL_IDLE]
-
-
 async def test_a_member_that_is_being_built_makes_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A create is not refused for what nobody has."""
     async with open_pool(1, server=ServerSettings(pool_sandboxes=0, max_sessions=1)) as tree:
@@ -687,6 +672,14 @@ async def test_members_are_adopted_by_the_next_daemon(restart: Restart) -> None:
         made = [await tree.supervisor.create(SessionSpec(env={"A": "1"})) for _ in range(3)]
         assert {each.acquire_source for each in made} == {"pool"}
         assert {each.acquire_detail for each in made} == {None}
+
+
+async def test_members_that_grew_old_between_two_daemons_are_removed(restart: Restart) -> None:
+    """The age of a member counts from when it was made."""
+    await trio.sleep(1)
+    async with restart.again(pool=pool_of(3, max_age_seconds=1)) as tree:
+        await until_ready(tree, 3)
+        assert not set(await idle(tree)) & set(restart.members)
 
 
 async def test_a_member_is_adopted_by_one_pool(restart: Restart) -> None:

@@ -32,6 +32,7 @@ import trio
 
 from nsinit.sandbox.crash_points import all_points
 from sandkasten import app, log
+from sandkasten.actors.node import session_pools
 from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
 from sandkasten.config import Config, FaultSettings, PoolSettings, PoolSize, ServerSettings, WorkspaceSettings
 from sandkasten.config.seccomp import load_filters
@@ -134,6 +135,7 @@ def _be_daemon(config: Config, machine: Machine, url_fd: int, log_path: Path) ->
             os.dup2(log_fd, fd)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         log.configure("info")
+        session_pools.FREEZE_AFTER_S = 0.1
 
         def started(addresses: Sequence[str]) -> None:
             os.write(url_fd, addresses[0].encode())
@@ -220,9 +222,9 @@ class Walk:
                 made = client.post(f"/v1/sessions/{session}/commit", json={"name": "commit"})
                 assert made.status_code == 201, made.text
         elif point.startswith(_NEED_SESSION_POOL):
-            with self.daemon(point, members=2) as daemon:
-                self._claim(daemon, key=point)
-                until(daemon.has_died, "the daemon came to the point")
+            for env, seen in (({"SECRET": "x"}, "x\n"), ({}, "\n")):
+                with self.daemon(point, members=2) as daemon:
+                    self._claim(daemon, {"env": env, "idempotency_key": f"{point}:{len(env)}"}, seen)
         else:
             with self.daemon(point, pool_sandboxes=int(point in _NEED_POOL_SANDBOX)) as daemon:
                 if point.startswith(PREFIXES):
@@ -263,20 +265,24 @@ class Walk:
         else:
             assert done.returncode == -signal.SIGKILL, done.stderr
 
-    def _claim(self, daemon: Daemon, *, key: str) -> None:
-        """Claim a member of a pool, with variables, and die at it. A repeated create with the key gets the session that
-        the dead daemon made of the member, or another one with the same variables. Nobody else gets these."""
-        wanted = {"env": {"SECRET": "x"}, "idempotency_key": key, "ttl_seconds": 600}
+    def _claim(self, daemon: Daemon, wanted: dict[str, Any], output: str) -> None:
+        """Claim a frozen member of a pool, and die at it. A repeated create with the key gets the session that the dead
+        daemon made of the member, or another one with the same variables and way out. Nobody else gets these."""
+        wanted |= {"ttl_seconds": 600, **_NETWORK}
         with daemon.client() as client:
-            until(lambda: client.get("/v1/pools").json()[0]["ready"] == 2, "the pool is full")
+            until(lambda: client.get("/v1/pools").json()[0]["frozen"] == 2, "the pool is full, and frozen")
             with contextlib.suppress(httpx.TransportError):
                 client.post("/v1/sessions", json=wanted)
+        until(daemon.has_died, "the daemon came to the point")
         with self.daemon(members=2) as after, after.client() as client:
-            for request, seen in ((wanted, "x\n"), *[({}, "\n")] * 3):
+            for request, seen, mode in ((wanted, output, "allow"), *[({}, "\n", "none")] * 3):
                 made = client.post("/v1/sessions", json=request)
                 assert made.status_code == 201, made.text
-                self.alive.add(made.json()["id"])
-                assert run(client, made.json()["id"], "echo $SECRET") == seen
+                session = made.json()["id"]
+                self.alive.add(session)
+                assert run(client, session, "echo $SECRET") == seen
+                url = f"/v1/sessions/{session}/network"  # it tells of no network before a way out is served
+                until(lambda url=url, mode=mode: client.get(url).json().get("mode") == mode, "it has its network")
 
     def _disturb(self, daemon: Daemon, *, needs_pool_sandbox: bool) -> bool:
         """Make, use and end a session; return whether anything of it went otherwise than it should."""

@@ -85,11 +85,12 @@ async def test_a_claim_starts_and_mounts_nothing(config: Config) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "silent"])
 async def test_a_member_lost_at_hand_out_is_passed_over(config: Config, how: signal.Signals) -> None:
-    """The next one is handed out, and the lost one removed whole."""
+    """The next one is handed out, and the lost one removed whole. The variables are more than a socket holds."""
+    env = {"A": "1", **dict.fromkeys("BCD", "b" * 100_000)}
     async with open_pool(config, 2) as supervisor:
         (first, second) = await members(supervisor)
         os.kill(init_pid(first), how)
-        session = await supervisor.create(SessionSpec(idempotency_key="k", env={"A": "1"}))
+        session = await supervisor.create(SessionSpec(idempotency_key="k", env=env))
         assert session.id == second.id
         await until_ready(supervisor, 2)
 

@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 
+_TAKEN_S = 1.0
+"""Deadline for variables to be read. They may be more than a socket or a pipe holds, and a member that does not read
+would hold up the create."""
+
 
 class PooledSession(Protocol):
     """A session's actor, as its membership needs it."""
@@ -107,34 +111,43 @@ class Membership:
         member, crash, own = self._own.record, self._services.crash, self._own
         own.begin_life(spec_digest=claim.spec_digest, idempotency_key=claim.idempotency_key, **claim.changes)
         written: Reply[None] = Reply()
-        failure: SandkastenError | None = None
+        failure: Exception | None = None
         try:
             await self._previews.publish(claim.publish)
             if self._is_frozen:  # before the record says `running`: a daemon that adopts such a session thaws nothing
                 await self.set_frozen(frozen=False)
+                crash.passing(Point.CLAIM_THAWED)
             if not claim.env:
                 own.post(written)
-            await hand_over(self._actor.link, claim.env)
-            if self._process is not None and claim.env:
-                await self._process.input.send(_claim_line(claim.env))
-            await self._actor.open_way()
+            await self._give(claim.env)
             crash.passing(Point.CLAIM_HANDED_OVER)
             if claim.env:
                 own.post(written)
             await written.wait()
-        except SandkastenError as error:
+            crash.passing(Point.CLAIM_RECORDED)
+            await self._actor.open_way()  # a daemon that adopts an idle member would leave it the way of this client
+        except Exception as error:  # noqa: BLE001 - after a bug, too, the next member may get the idempotency key
             failure = error
         if failure is not None:
             await self._undo(member)
             if isinstance(failure, RunnerLost):  # for `translate` a lost PID 1 is worth a wait of some seconds
                 failure = ActorGone(str(failure))
             raise failure
-        crash.passing(Point.CLAIM_RECORDED)
         self._services.directory.show_member(own.facts.id)
         self._actor.announce()
         if self._process is not None:
             self._runs.began(self._process)
         return own.session
+
+    async def _give(self, env: Mapping[str, str]) -> None:
+        """Give PID 1, and the member's process, the variables of the session. Raises as `hand_over`, and `RunnerLost`
+        if one of them does not read."""
+        with trio.move_on_after(_TAKEN_S) as patience:
+            await hand_over(self._actor.link, env)
+            if self._process is not None and env:
+                await self._process.input.send(_claim_line(env))
+        if patience.cancelled_caught:
+            raise RunnerLost("the variables of the session are not read")
 
     async def _undo(self, member: SessionRecord) -> None:
         """End a member that could not be handed out. Its record goes at once: the next member may get the same
