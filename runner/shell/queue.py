@@ -63,11 +63,11 @@ class CommandQueue:
             on_error=self._on_error,
         )
         self.shell = Shell(context, directory=directory, birth=birth, events=events)
-        self._is_used = False
+        self._is_used = self._is_overdue = False
         if unused_s != 0:
             context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
         if unused_s:
-            context.loop.call_later(unused_s, self._rest, self._on_error)
+            context.loop.call_later(unused_s, self._on_overdue, self._on_error)
 
     def submit(self, request: Exec, sink: Sink) -> Execution:
         """Queue a valid request; the shell must not be closing."""
@@ -93,8 +93,13 @@ class CommandQueue:
         )
         self._closing.climb()
 
+    def _on_overdue(self) -> None:
+        self._is_overdue = True
+        self._rest()
+
     def _rest(self) -> None:
-        if not self._is_used:
+        """End a shell that no command came for in time. One that still starts then ends as soon as it is ready."""
+        if self._is_overdue and not self._is_used:
             self.shell.rest()
 
     def _on_clear(self, on_closed: Callable[[], None]) -> None:
@@ -139,6 +144,7 @@ class CommandQueue:
             else:
                 self._current.on_shell_ready()
         self._next()
+        self._rest()
 
     def _on_begun(self) -> None:
         if self._current is not None:

@@ -22,6 +22,7 @@ from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.node import creating, session_pools
 from sandkasten.actors.node.session_pools import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, Refill
+from sandkasten.actors.node.sessions import Refuse
 from sandkasten.config import (
     AdmissionSettings,
     Config,
@@ -400,6 +401,25 @@ async def test_a_member_that_dies_idle_is_replaced_and_leaves_no_trace() -> None
             session = await tree.supervisor.create(EVERYTHING)
             with trio.fail_after(patience()):
                 assert (await anext(aiter(events))).session_id == session.id
+
+
+async def test_a_catalogue_that_restarts_is_no_failure_of_a_refill() -> None:
+    """The member that is missing is made as soon as the image can be asked for again."""
+    async with open_pool(1) as tree:
+        (member,) = await idle(tree)
+        images, failures = tree.supervisor._images, []
+        images.tell(Refuse())  # a message that nobody knows is a bug, which ends the actor of the images
+        while images.is_alive:
+            await trio.lowlevel.checkpoint()
+        await tree.nsinit.kill(member)
+
+        async def is_replaced() -> bool:
+            pool = await pool_in(tree)
+            failures.append((pool.refill_failures, pool.error))
+            return pool.refills == 2 and pool.ready == 1
+
+        await until(is_replaced)
+        assert set(failures) == {(0, None)}
 
 
 async def test_a_member_that_does_not_answer_at_hand_out_is_passed_over() -> None:

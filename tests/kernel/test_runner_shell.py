@@ -343,6 +343,15 @@ def test_a_shell_without_a_command_ends_and_comes_back(sandbox: Sandbox) -> None
     assert client.stdout("echo $b") == b"2\n"
 
 
+def test_a_shell_that_is_ready_late_ends_at_once(sandbox: Sandbox) -> None:
+    """The time of an unused shell is over before its process waits for a command."""
+    client = sandbox.connect()
+    client.ask(Setup(unused_shell_ms=1))
+    time.sleep(0.1)
+    wait_until(lambda: _is_empty(sandbox))
+    assert client.stdout("echo x") == b"x\n"
+
+
 def test_a_shell_with_a_command_is_kept(sandbox: Sandbox) -> None:
     """A command that has come in time keeps the shell beyond that time, with its variables."""
     client = sandbox.connect()

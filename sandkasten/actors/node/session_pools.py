@@ -384,7 +384,7 @@ class SessionPool:
     async def _look(self) -> None:
         """End the members that are of another image, or old and replaced; freeze those that wait for long."""
         try:
-            self._image = await self._services.images.ask(images_actor.Resolve(self._name))
+            self._image = await self._services.images.ask_again(images_actor.Resolve(self._name))
         except InvalidImage:
             self._image = None
         except SandkastenError as error:  # the images actor is being started anew
@@ -417,7 +417,7 @@ class SessionPool:
         services, began, place = self._services, trio.current_time(), object()
         try:
             reserve.check(services.config.data_dir, services.config.disk)
-            image = await services.images.ask(images_actor.Resolve(self._name))
+            image = await services.images.ask_again(images_actor.Resolve(self._name))
             if services.is_draining():  # since the question
                 return
             services.budget.admit(place, self._resolved.limits)
