@@ -1,5 +1,5 @@
-"""Faults around the claim of a pool's member, over scripted sandboxes: what a bug, a kill, a dead member or a node
-without room leaves behind."""
+"""Claims of pool members over scripted sandboxes: what a repeat, a bug, a kill, a dead member or a node without room
+leaves behind."""
 
 from __future__ import annotations
 
@@ -156,3 +156,20 @@ async def test_a_full_node_is_tried_for_members_after_a_pause(monkeypatch: pytes
         await trio.sleep(0.5)
         assert (await pool_in(tree)).ready == 0
         assert len(looks) < 5
+
+
+async def test_the_same_idempotency_key_gets_the_same_session() -> None:
+    """Also at once."""
+    async with open_pool(2) as tree:
+        spec = SessionSpec(idempotency_key="k")
+        made = []
+
+        async def create() -> None:
+            made.append((await tree.supervisor.create(spec)).id)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(create)
+            nursery.start_soon(create)
+        await create()
+        assert len(set(made)) == 1
+        assert (await pool_in(tree)).claims == 1

@@ -343,23 +343,6 @@ async def test_a_refill_waits_until_no_create_is_under_way(monkeypatch: pytest.M
         assert len(held.begun) == 2
 
 
-async def test_the_same_idempotency_key_gets_the_same_session() -> None:
-    """Also at once; another spec is a conflict as ever."""
-    async with open_pool(2) as tree:
-        spec = SessionSpec(idempotency_key="k")
-        made = []
-
-        async def create() -> None:
-            made.append((await tree.supervisor.create(spec)).id)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(create)
-            nursery.start_soon(create)
-        await create()
-        assert len(set(made)) == 1
-        assert (await pool_in(tree)).claims == 1
-
-
 async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None:
     """The key that is over its quota gets nothing and has no more made; the member stays for the next create."""
     key = issue(Access.WRITE, quota=Quota(sessions=1)).key
