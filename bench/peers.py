@@ -101,7 +101,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _cgroup() -> str:
-    return f"sandkasten-bench-{os.getpid()}-podman"  # another than that of the container of runc
+    """Return the name of podman's cgroup. It is at the top of each hierarchy, and not named as the project's own are:
+    tests that run beside the benchmark's would take it for theirs."""
+    return f"bench-{os.getpid()}-podman"
 
 
 def _find_peers(scratch: Path, runroot: str) -> Sequence[Peer]:

@@ -52,4 +52,4 @@ def test_every_section_works_and_is_in_the_report(tmp_path: Path, monkeypatch: p
         assert peer["name"] in page
         assert peer["reason"] == "" or "**Not measured**" in page
         assert "runroot" not in peer["reason"]  # podman(1): at most 50 characters
-    assert not [*Path("/sys/fs/cgroup").glob(f"*/sandkasten-bench-{os.getpid()}*")]
+    assert not [*Path("/sys/fs/cgroup").glob(f"*/bench-{os.getpid()}-podman")]
