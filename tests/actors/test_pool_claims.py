@@ -103,7 +103,7 @@ async def test_a_bug_in_a_claim_costs_a_member_alone(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("is_down", [False, True], ids=["ends under the write", "is down"])
 async def test_a_claim_waits_for_a_store_that_restarts(is_down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs no member."""
+    """A restart costs no member."""
     async with open_pool(1) as tree:
         (member,) = await idle(tree)
         transact, tries, writer = store._transact, list[object](), tree.supervisor._store

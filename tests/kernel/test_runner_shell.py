@@ -414,7 +414,7 @@ def _is_kept_for(sandbox: Sandbox, log: bytes) -> bool:
 
 
 def test_commands_wait_in_order_for_the_first_shell(sandbox: Sandbox) -> None:
-    """Both have the same one, which replaces no other."""
+    """Two commands have the same shell, which replaces no other."""
     first, second = _begin_first(sandbox), sandbox.connect()
     second.request(Exec("y", "echo y >>log; test $a = $BASHPID"))
     sandbox.connect().write_file("go", b"")
@@ -435,7 +435,7 @@ def test_commands_wait_in_order_for_the_first_shell(sandbox: Sandbox) -> None:
 def test_a_first_command_may_end_before_its_shell_has_started(
     sandbox: Sandbox, options: dict[str, Any], end: Callable[[Client], None], told: str | None
 ) -> None:
-    """It is answered at once and never runs, and the shell is there for the next command."""
+    """The command is answered at once and never runs, and the shell is there for the next one."""
     client = _begin_first(sandbox, **options)
     end(client)
     if told is not None:
@@ -446,8 +446,8 @@ def test_a_first_command_may_end_before_its_shell_has_started(
 
 @pytest.mark.parametrize("kills", [1, 3])
 def test_a_first_shell_that_is_killed_while_it_starts_has_successors(sandbox: Sandbox, kills: int) -> None:
-    """As for want of memory. The command runs in one of them, or is told of SHELL_FAILED after the third; the next
-    command is tried with another one."""
+    """A kill as for want of memory. The command runs in a later shell, or is told of SHELL_FAILED after the third; the
+    next command is tried with another one."""
     client = _begin_first(sandbox)
     killed = list[int]()
 

@@ -145,7 +145,7 @@ def _is_first(result: object) -> bool:
 async def test_a_session_that_never_had_a_shell_gets_one_of_the_next_daemon(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first command starts the shell, with the session's variables, and replaces none."""
+    """The first command starts the shell, with the session's variables, and replaces none."""
     monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
     async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
         session_id = await _create_slow(supervisor)
