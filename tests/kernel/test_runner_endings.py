@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.wire.protocol import Exec, ExecReply, Graces, Hello, Kind, Setup
-from tests.kernel.runner_harness import Client, Sandbox, code, needs_namespaces, open_sandbox, wait_until
+from runner.wire.protocol import Error, Exec, ExecReply, Graces, Hello, Kind, Setup
+from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, open_sandbox, wait_until
 
 pytestmark = needs_namespaces
 
@@ -249,7 +249,8 @@ def test_a_first_shell_that_cannot_be_forked_is_told_of_and_comes_later() -> Non
         client = sandbox.connect()
         client.ask(Setup(shell="/bin/dash", unused_shell_ms=0))
         (pids_cgroup / "pids.max").write_text("1")
-        assert code(client.run("echo x").reply) == "SHELL_FAILED"
+        told = "the shell cannot be started: Resource temporarily unavailable"
+        assert client.run("echo x").reply == Error("SHELL_FAILED", told)
         refused = _refused_forks(pids_cgroup)
         client.request(Exec("x", "echo x"))
         wait_until(lambda: _refused_forks(pids_cgroup) > refused)
