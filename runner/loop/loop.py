@@ -30,7 +30,7 @@ HANG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _MIN_SWEEP = 64
 """Timers, cancelled ones included, before the cancelled are thrown out."""
 _MAX_PATIENCE_S = 3600.0
-"""Longest sleep without a timer."""
+"""Longest sleep before a timer."""
 _LATE_S = 1.0
 """Oversleeping that counts as a standstill."""
 _NEWS_S = 1.0
@@ -135,7 +135,7 @@ class EventLoop:
         self._notice_standstill(0.0)
         patience_s = self._patience_s()
         ready = self._epoll.poll(patience_s)
-        self._notice_standstill(_MAX_PATIENCE_S if patience_s < 0.0 else patience_s)
+        self._notice_standstill(math.inf if patience_s < 0.0 else patience_s)
         for fd, events in ready:
             watch = self._watches.get(fd)
             if watch is not None and watch.batch < self._batch:  # otherwise: a new owner of a closed number

@@ -168,7 +168,7 @@ class Execution(Run):
         if self._life.state is State.ENDED:
             self._take(Notice.READY)
         else:
-            self.fail("SHELL_FAILED", "the shell cannot be started")
+            self.fail("SHELL_FAILED", self._shell.failure)
 
     def on_shell_closed(self) -> None:
         """End and answer: the shell is closed, nothing of it is left, and no other comes."""

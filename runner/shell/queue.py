@@ -170,7 +170,7 @@ class CommandQueue:
         if self._current is not None:
             self._current.on_no_shell()
         while self._queue:
-            self._queue.popleft().fail("SHELL_FAILED", "the shell cannot be started")
+            self._queue.popleft().fail("SHELL_FAILED", self.shell.failure)
 
     def _on_error(self, _error: Exception) -> None:
         """A turn between the shell and its command was lost: the command pays, the queue goes on."""

@@ -31,6 +31,7 @@ _MAX_FAILED_STARTS = 3
 _START_RETRY_S = 0.1
 _PICK_UP_CHECKS = 10
 _BLOCK_BYTES = 512
+_NO_PROCESS = "the shell cannot be started"
 
 _SHELLS = {
     "bash": ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"),
@@ -116,6 +117,8 @@ class Shell:
         self._is_resting = False
         self._failed_starts = 0
         self._start_attempts = 0
+        self.failure = _NO_PROCESS
+        """Words about the last start for those who get no shell."""
         self._timer: Timer | None = None
         self._checks_left = 0
         self._link: Link | None = None
@@ -160,12 +163,13 @@ class Shell:
                 self.files.write("state", self._state)
             link = Link(self._context.loop, reports, self._events.on_error, reads_lines=reads_lines)
             self.pid = self._spawn(self._environment(), cwds, link.child_fd)
-        except OSError:  # EAGAIN: the sandbox has as many processes as it may have
+        except OSError as error:  # EAGAIN: the sandbox has as many processes as it may have
+            self.failure = f"{_NO_PROCESS}: {os.strerror(error.errno or 0)}"
             if link is not None:
                 link.close()
             self._retry_start()
             return
-        self._link = link
+        self._link, self.failure = link, _NO_PROCESS
         link.close_child_side(self.pid)
         self._start_attempts = 0
         self._context.reaper.watch_usage(self.pid, self._on_dead)

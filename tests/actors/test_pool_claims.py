@@ -11,11 +11,13 @@ import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.node import session_pools
+from sandkasten.actors.services import store
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import hand_over
 from sandkasten.config import DiskSettings, ServerSettings
 from sandkasten.model import EventType, SessionSpec, Status
 from sandkasten.model.keys import Access, Quota
+from sandkasten.store.database import ping
 from sandkasten.store.sessions import put_session
 from tests.actors.test_session_pools import EVERYTHING, idle, open_pool, pool_in, pool_of, rows, until_ready
 from tests.api.keys import issue
@@ -97,6 +99,28 @@ async def test_a_bug_in_a_claim_costs_a_member_alone(monkeypatch: pytest.MonkeyP
                     if event.type is EventType.SESSION_DESTROYED:
                         break
         assert told == [(EventType.SESSION_CREATED, session.id), (EventType.SESSION_DESTROYED, session.id)]
+
+
+@pytest.mark.parametrize("is_down", [False, True], ids=["ends under the write", "is down"])
+async def test_a_claim_waits_for_a_store_that_restarts(is_down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart costs no member."""
+    async with open_pool(1) as tree:
+        (member,) = await idle(tree)
+        transact, tries, writer = store._transact, list[object](), tree.supervisor._store
+
+        def fail_once(*args: Any) -> Any:
+            tries.append(args)
+            if len(tries) == 1:
+                raise ValueError("a bug")
+            return transact(*args)
+
+        monkeypatch.setattr(store, "_transact", fail_once)
+        if is_down:
+            writer.tell(store.do(ping))
+            while writer.is_alive:
+                await trio.lowlevel.checkpoint()
+        assert (await tree.supervisor.create(EVERYTHING)).id == member
+        assert (writer.incarnation, rows(tree)[member]) == (2, Status.RUNNING)
 
 
 async def test_a_bug_in_a_pool_costs_no_session_and_no_member(monkeypatch: pytest.MonkeyPatch) -> None:

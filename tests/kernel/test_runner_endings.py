@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.wire.protocol import Exec, ExecReply, Graces, Hello, Kind, Setup
+from runner.wire.protocol import Error, Exec, ExecReply, Graces, Hello, Kind, Setup
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, open_sandbox, wait_until
 
 pytestmark = needs_namespaces
@@ -196,9 +196,9 @@ def test_a_dead_shell_leaves_no_zombie(client: Client) -> None:
 # Limits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pids_cgroup(sandbox: Sandbox) -> Iterator[Path]:
-    """A pids cgroup with PID 1 of the sandbox in it, so that its forks are limited as well."""
+@contextlib.contextmanager
+def open_pids_cgroup(sandbox: Sandbox) -> Iterator[Path]:
+    """Have a pids cgroup with PID 1 of the sandbox in it, so that its forks are limited as well."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         directory = Path(f"/sys/fs/cgroup/{controllers}{path}") / f"runner-test-{os.getpid()}"
@@ -209,9 +209,11 @@ def pids_cgroup(sandbox: Sandbox) -> Iterator[Path]:
     directory.mkdir()
     init_pid = sandbox.init_pid()
     (directory / "cgroup.procs").write_text(str(init_pid))
-    yield directory
-    wait_until(lambda: _move_out(directory))
-    directory.rmdir()
+    try:
+        yield directory
+    finally:
+        wait_until(lambda: _move_out(directory))
+        directory.rmdir()
 
 
 def _move_out(directory: Path) -> bool:
@@ -222,15 +224,36 @@ def _move_out(directory: Path) -> bool:
     return not (directory / "cgroup.procs").read_text()
 
 
-def test_a_shell_that_cannot_be_forked_comes_later(sandbox: Sandbox, pids_cgroup: Path) -> None:
+def _refused_forks(pids_cgroup: Path) -> int:
+    return int((pids_cgroup / "pids.events").read_text().split()[1])
+
+
+def test_a_shell_that_cannot_be_forked_comes_later(sandbox: Sandbox) -> None:
     """At the process limit a dead shell has no successor; there is one as soon as there is room."""
-    client = sandbox.shell("/bin/dash")
-    client.run("export A=1")
-    (pids_cgroup / "pids.max").write_text("1")
-    client.request(Exec("x", "kill -9 $$"))
-    refusals = pids_cgroup / "pids.events"
-    wait_until(lambda: int(refusals.read_text().split()[1]) >= 2)
-    (pids_cgroup / "pids.max").write_text("50")
-    reply = client.outcome().reply
-    assert (reply.cause, reply.shell_restarted) == ("shell_died", True)
-    assert client.stdout("echo $A") == b"1\n"
+    with open_pids_cgroup(sandbox) as pids_cgroup:
+        client = sandbox.shell("/bin/dash")
+        client.run("export A=1")
+        (pids_cgroup / "pids.max").write_text("1")
+        client.request(Exec("x", "kill -9 $$"))
+        wait_until(lambda: _refused_forks(pids_cgroup) >= 2)
+        (pids_cgroup / "pids.max").write_text("50")
+        reply = client.outcome().reply
+        assert (reply.cause, reply.shell_restarted) == ("shell_died", True)
+        assert client.stdout("echo $A") == b"1\n"
+
+
+def test_a_first_shell_that_cannot_be_forked_is_told_of_and_comes_later() -> None:
+    """At the process limit the first command waits for room as long as a shell may take to start, and is refused then.
+    The next command has a shell as soon as there is room."""
+    with open_sandbox(start_grace_s=1.0) as sandbox, open_pids_cgroup(sandbox) as pids_cgroup:
+        client = sandbox.connect()
+        client.ask(Setup(shell="/bin/dash", unused_shell_ms=0))
+        (pids_cgroup / "pids.max").write_text("1")
+        told = "the shell cannot be started: Resource temporarily unavailable"
+        assert client.run("echo x").reply == Error("SHELL_FAILED", told)
+        refused = _refused_forks(pids_cgroup)
+        client.request(Exec("x", "echo x"))
+        wait_until(lambda: _refused_forks(pids_cgroup) > refused)
+        (pids_cgroup / "pids.max").write_text("50")
+        outcome = client.outcome()
+        assert (outcome.stdout, outcome.reply.shell_restarted) == (b"x\n", False)

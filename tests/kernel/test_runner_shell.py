@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.wire.protocol import PROTOCOL_VERSION, Done, Error, ExecReply, HelloReply, RunProgram, SetEnv, Setup
+from runner.wire.protocol import (
+    PROTOCOL_VERSION,
+    Done,
+    Error,
+    Exec,
+    ExecReply,
+    HelloReply,
+    Kind,
+    RunProgram,
+    SetEnv,
+    Setup,
+)
 from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -310,10 +325,15 @@ def test_setup_tells_the_shell(sandbox: Sandbox) -> None:
     )
 
 
+def _children(sandbox: Sandbox) -> list[int]:
+    """Return the children of PID 1."""
+    pid = sandbox.init_pid()
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _is_empty(sandbox: Sandbox) -> bool:
     """Return whether PID 1 has no child."""
-    pid = sandbox.init_pid()
-    return not Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return not _children(sandbox)
 
 
 def test_the_first_command_starts_a_shell_that_nobody_waits_for(sandbox: Sandbox) -> None:
@@ -373,6 +393,78 @@ def test_a_command_may_come_while_its_shell_ends(sandbox: Sandbox, unused_ms: in
     assert isinstance(outcome.reply, ExecReply)
     assert (outcome.stdout, outcome.reply.exit_code, outcome.reply.shell_restarted) == (b"x\n", 0, False)
     assert client.stdout("echo $a") == b"1\n"
+
+
+def _begin_first(sandbox: Sandbox, **options: Any) -> Client:
+    """Send the first command of a session. Its shell is being started from then on, until there is a file `go`."""
+    client = sandbox.connect()
+    client.ask(Setup(env={"BASH_ENV": "$(until [ -e /mnt/workspace/go ]; do sleep 0.01; done)"}, unused_shell_ms=0))
+    client.request(Exec("x", "echo x >>log; a=$BASHPID", **options))
+    wait_until(lambda: not _is_empty(sandbox))
+    return client
+
+
+def _is_kept_for(sandbox: Sandbox, log: bytes) -> bool:
+    """Let the shell start; return whether one command after the other has that shell, and what the log holds."""
+    client = sandbox.connect()
+    client.write_file("go", b"")
+    client.run("touch log; b=$BASHPID")
+    outcome = client.run("cat log; test $b = $BASHPID")
+    return (outcome.stdout, outcome.reply.exit_code, outcome.reply.shell_restarted) == (log, 0, False)
+
+
+def test_commands_wait_in_order_for_the_first_shell(sandbox: Sandbox) -> None:
+    """Two commands have the same shell, which replaces no other."""
+    first, second = _begin_first(sandbox), sandbox.connect()
+    second.request(Exec("y", "echo y >>log; test $a = $BASHPID"))
+    sandbox.connect().write_file("go", b"")
+    replies = [each.outcome().reply for each in (first, second)]
+    assert [(each.exit_code, each.shell_restarted) for each in replies] == [(0, False)] * 2
+    assert _is_kept_for(sandbox, b"x\ny\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "end", "told"),
+    [
+        ({}, lambda client: client.send(Kind.CANCEL), "cancelled"),
+        ({"queue_timeout_ms": 50}, lambda client: None, "QUEUE_TIMEOUT"),
+        ({}, lambda client: client.close(), None),
+    ],
+    ids=["cancelled", "not waited for", "client gone"],
+)
+def test_a_first_command_may_end_before_its_shell_has_started(
+    sandbox: Sandbox, options: dict[str, Any], end: Callable[[Client], None], told: str | None
+) -> None:
+    """The command is answered at once and never runs, and the shell is there for the next one."""
+    client = _begin_first(sandbox, **options)
+    end(client)
+    if told is not None:
+        reply = client.outcome().reply
+        assert told == (reply.code if isinstance(reply, Error) else reply.cause)
+    assert _is_kept_for(sandbox, b"")
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_a_first_shell_that_is_killed_while_it_starts_has_successors(sandbox: Sandbox, kills: int) -> None:
+    """A kill as for want of memory. The command runs in a later shell, or is told of SHELL_FAILED after the third; the
+    next command is tried with another one."""
+    client = _begin_first(sandbox)
+    killed = list[int]()
+
+    def kill_next() -> bool:
+        for pid in _children(sandbox):
+            if pid not in killed and os.getsid(pid) == pid:  # a shell, and no orphan of one
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+        return len(killed) == kills
+
+    wait_until(kill_next)
+    if kills < 3:
+        sandbox.connect().write_file("go", b"")
+    reply = client.outcome().reply
+    told = reply.code if isinstance(reply, Error) else (reply.exit_code, reply.shell_restarted)
+    assert told == ("SHELL_FAILED" if kills == 3 else (0, False))
+    assert _is_kept_for(sandbox, b"" if kills == 3 else b"x\n")
 
 
 def test_a_command_before_setup_is_refused(sandbox: Sandbox) -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import contextlib
 
+import attrs
 import pytest
 import trio
 
+from sandkasten.actors.node import creating
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
-from sandkasten.model import Cause, ExecSpec, FileRules, SessionSpec, ShellSpec, Status
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config
+from sandkasten.errors import (
+    Capacity,
+    Conflict,
+    InvalidRequest,
+    SandboxError,
+    SandkastenError,
+    SessionExpired,
+    ShellFailed,
+    ShellNotFound,
+)
+from sandkasten.model import Cause, ExecResult, ExecSpec, FileRules, SessionSpec, ShellSpec, Status
 from tests.waiting import patience, until
 
 NAMES = ("default", "second")
@@ -94,6 +107,93 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
         assert "second" not in [shell.name for shell in await supervisor.shells(session.id)]
         assert (await supervisor.get(session.id)).status is Status.RUNNING
         await supervisor.destroy(session.id)
+
+
+FIRST = ExecSpec("echo $A >>log; cat log")
+GO = ExecSpec(argv=("touch", "/tmp/go"))
+
+
+async def _create_slow(supervisor: LocalSupervisor) -> str:
+    """Make a session without a shell. The one that its first command starts waits for `GO`."""
+    env = {"A": "1", "BASH_ENV": "$(until [ -e /tmp/go ]; do sleep 0.01; done)"}
+    return (await supervisor.create(SessionSpec(env=env))).id
+
+
+async def _begin_first(supervisor: LocalSupervisor, session_id: str, nursery: trio.Nursery) -> list[object]:
+    """Run `FIRST`, and return when its shell is being started. The list is going to have what became of it."""
+    outcome = list[object]()
+
+    async def run() -> None:
+        try:
+            outcome.append(await supervisor.exec(session_id, FIRST))
+        except SandkastenError as error:
+            outcome.append(type(error))
+
+    async def is_being_started() -> bool:
+        return ((await supervisor.stats(session_id)).pids or 0) > 1
+
+    nursery.start_soon(run)
+    await until(is_being_started)
+    return outcome
+
+
+def _is_first(result: object) -> bool:
+    assert isinstance(result, ExecResult), result
+    return (result.stdout, result.end.exit_code, result.end.shell_restarted) == (b"1\n", 0, False)
+
+
+async def test_a_session_that_never_had_a_shell_gets_one_of_the_next_daemon(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first command starts the shell, with the session's variables, and replaces none."""
+    monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
+    async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
+        session_id = await _create_slow(supervisor)
+        await supervisor.exec(session_id, GO)
+    async with open_supervisor(config) as supervisor:
+        assert (await supervisor.stats(session_id)).pids == 1
+        assert [shell.name for shell in await supervisor.shells(session_id)] == ["default"]
+        assert _is_first(await supervisor.exec(session_id, FIRST))
+
+
+async def test_a_session_may_be_paused_while_its_first_shell_starts(
+    supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command waits, and runs when the session goes on."""
+    monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
+    session_id = await _create_slow(supervisor)
+    async with trio.open_nursery() as nursery:
+        outcome = await _begin_first(supervisor, session_id, nursery)
+        await supervisor.pause(session_id)
+        await supervisor.exec(session_id, GO)  # which resumes it
+    assert _is_first(outcome.pop())
+
+
+async def test_a_daemon_may_end_while_a_first_shell_starts(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command never runs, as its caller is told, and the next one has that shell."""
+    monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
+    keeping = attrs.evolve(config, sessions_on_stop="keep")
+    async with trio.open_nursery() as nursery, open_supervisor(keeping) as supervisor:
+        session_id = await _create_slow(supervisor)
+        outcome = await _begin_first(supervisor, session_id, nursery)
+    (result,) = outcome
+    assert isinstance(result, ExecResult)
+    assert result.end.cause is Cause.DAEMON_RESTARTED
+    async with open_supervisor(config) as supervisor:
+        await supervisor.exec(session_id, GO)
+        assert _is_first(await supervisor.exec(session_id, FIRST))
+
+
+async def test_a_session_may_end_while_its_first_shell_starts(
+    supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is told."""
+    monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
+    session_id = await _create_slow(supervisor)
+    async with trio.open_nursery() as nursery:
+        outcome = await _begin_first(supervisor, session_id, nursery)
+        await supervisor.destroy(session_id)
+    assert outcome == [SessionExpired]
 
 
 async def test_closing_a_shell_that_root_hides_ends_its_commands(supervisor: LocalSupervisor) -> None:

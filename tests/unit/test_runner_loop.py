@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,4 +120,29 @@ def test_timers_wait_for_news_after_a_standstill(loop: EventLoop, pipe: tuple[in
     time.sleep(1.1)
     loop.run_once()
     assert called == ["new", "moved", "late"]
+    loop.unwatch(pipe[0])
+
+
+def test_a_rest_without_timers_is_no_standstill(
+    loop: EventLoop, pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timer that is set after hours without any is in time."""
+    called: list[str] = []
+    clock = [time.monotonic()]
+
+    def rest() -> float:
+        clock[0] += 7200.0
+        return -1.0
+
+    loop.watch(pipe[0], READ, lambda _events: called.append(os.read(pipe[0], 1).decode()), fail)
+    os.write(pipe[1], b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr("runner.loop.loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        patch.setattr(loop, "_patience_s", rest)
+        loop.run_once()
+        loop.call_later(0.001, lambda: called.append("timer"), fail)
+        clock[0] += 0.01
+        patch.setattr(loop, "_patience_s", lambda: 0.0)
+        loop.run_once()
+    assert called == ["x", "timer"]
     loop.unwatch(pipe[0])

@@ -123,7 +123,10 @@ class Membership:
             crash.passing(Point.CLAIM_HANDED_OVER)
             if claim.env:
                 own.post(written)
-            await written.wait()
+            try:
+                await written.wait()
+            except ActorGone:  # the store is being restarted, and may have written the record
+                await own.put()
             crash.passing(Point.CLAIM_RECORDED)
             await self._actor.open_way()  # a daemon that adopts an idle member would leave it the way of this client
         except Exception as error:  # noqa: BLE001 - after a bug, too, the next member may get the idempotency key

@@ -20,7 +20,7 @@ from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.lease import Lease
-from sandkasten.errors import SandkastenError
+from sandkasten.errors import ActorGone, SandkastenError
 from sandkasten.model import FOREVER_S, Session
 from sandkasten.model.lifecycle import Trigger, next_status
 from sandkasten.store.sessions import Clocked, SessionRecord, delete_session, put_session
@@ -134,9 +134,12 @@ class LiveRecord:
         await self._store.ask_again(do(put_session, self._written()))
 
     def post(self, written: Reply[None]) -> None:
-        """Have the record written and `written` answered. Raises `StoreFailed` if the store takes nothing now."""
+        """Have the record written and `written` answered, with `ActorGone` if the store is being restarted."""
         self._persisted_at = trio.current_time()
-        self._store.post(do(put_session, self._written()), written)
+        try:
+            self._store.post(do(put_session, self._written()), written)
+        except ActorGone as error:
+            written.fail(error)
 
     async def delete(self) -> None:
         """Delete the record of a pool's member. Raises `StoreFailed`."""
