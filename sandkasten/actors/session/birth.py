@@ -42,8 +42,8 @@ _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
 
 HAND_OVER_S = 0.1
 """Deadline for PID 1 of an idle member of a pool: one that is slower is not worth waiting for. On a busy machine, where
-a create without the pool takes longest, a quarter of all members did not answer within 20 ms. A busy event loop does not
-count against PID 1: an answer that is there when the loop comes back is taken (`RunnerConnection.receive`)."""
+a create without the pool takes longest, a quarter of all members did not answer within 20 ms. A busy event loop does
+not count against PID 1: an answer that is there when the loop comes back is taken (`RunnerConnection.receive`)."""
 
 HELLO_S = 10.0
 """Deadline for PID 1's answer once PID 1 serves."""
