@@ -46,6 +46,10 @@ class Daemon:
         line = self._wait_line(self.printed, r"listening on (http://[\w.:\[\]]+)")
         return line[1]
 
+    def wait_printed(self, pattern: str) -> str:
+        """Wait until a printed line matches, and return the line."""
+        return self._wait_line(self.printed, pattern).string
+
     def wait_log(self, pattern: str) -> None:
         """Wait until a line of the log matches."""
         self._wait_line(self.log, pattern)

@@ -42,7 +42,7 @@ def test_the_printed_curl_line_works_when_pasted(data_dir: Path) -> None:
         daemon.wait_url()
         key_file = data_dir / "api-key"
         assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
-        line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
+        line = daemon.wait_printed(r"^\s*curl")
         assert key_file.read_text().strip() not in "\n".join(daemon.printed + daemon.log)
         done = subprocess.run(
             ["bash", "-c", line.strip()], capture_output=True, text=True, timeout=patience(30), check=False

@@ -68,8 +68,8 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path, tmp_path: Path) -> None:
         daemon = start(data_dir)
         try:
             daemon.wait_url()
-            line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
-            assert any("sandkasten image build --recipe python" in each for each in daemon.printed)
+            line = daemon.wait_printed(r"^\s*curl")
+            daemon.wait_printed("sandkasten image build --recipe python")
             done = subprocess.run(
                 ["bash", "-c", line.strip()], capture_output=True, text=True, timeout=patience(30), check=False
             )
