@@ -55,12 +55,12 @@ class Tell:
     """A message without an answer."""
 
 
-async def by_turns(look: Callable[[T], R], values: Iterable[T]) -> list[R]:
-    """Call `look` with each value, and let other tasks go on after each `AT_ONCE` of them; return its answers."""
+async def by_turns(call: Callable[[T], R], values: Iterable[T], *, at_once: int = AT_ONCE) -> list[R]:
+    """Call `call` with each value, and let other tasks go on after each `at_once` of them; return its answers."""
     answers = []
     for number, value in enumerate(values, start=1):
-        answers.append(look(value))
-        if number % AT_ONCE == 0:
+        answers.append(call(value))
+        if number % at_once == 0:
             await trio.lowlevel.checkpoint()
     return answers
 

@@ -79,8 +79,9 @@ class Clocked:
 
 @attrs.frozen
 class SessionRecord:
-    """A session, and the facts about it that only the daemon needs. `is_busy`: something held off the idle end when
-    the record was written. `clocked`: its lease then; None before the lease began."""
+    """A session, and the facts about it that only the daemon needs. `spec_digest`: of the request, where that had an
+    idempotency key, and of its settings for a pool's member. `is_busy`: something held off the idle end when the record
+    was written. `clocked`: its lease then; None before the lease began."""
 
     session: Session
     incarnation: int

@@ -22,7 +22,7 @@ import attrs
 import trio
 
 from nsinit.wire import protocol
-from sandkasten.actors.core import Actor, Ask, Deferred, Ref
+from sandkasten.actors.core import Actor, Ask, Deferred, Ref, by_turns
 from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
@@ -223,11 +223,8 @@ class Recovery:
         members = [each for each in whole if each.session.status is Status.POOL_IDLE]
         wanted = await self._owner.wanted_members(members)
         left = [each for each in members if each not in wanted]
-        adopted = []
-        for number, record in enumerate(sorted((each for each in whole if each not in left), key=_lease_end), start=1):
-            adopted.append(self._owner.adopt(record))
-            if number % _AT_ONCE == 0:
-                await trio.lowlevel.checkpoint()
+        going_on = sorted((each for each in whole if each not in left), key=_lease_end)
+        adopted = await by_turns(self._owner.adopt, going_on, at_once=_AT_ONCE)
         for record in left:
             self._directory.reserved.add(record.session.id)  # before the sweep looks
             self._owner.start_task(self._end_member, record)
