@@ -60,13 +60,19 @@ async def _notes(nursery: trio.Nursery) -> _Notes:
     return notes
 
 
+async def _recorded(nursery: trio.Nursery, *, ttl_s: float) -> tuple[_Notes, _Session]:
+    """Return a session whose record was just written, and the notes of that and later writes."""
+    notes = await _notes(nursery)
+    session = _Session(make_record(ID, ttl_s=ttl_s), notes)
+    await session.own.put()
+    return notes, session
+
+
 async def test_a_long_command_is_written_now_and_then(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     """Every ten seconds: the record says that the session is busy and ends no sooner than it would; then no more."""
-    notes = await _notes(nursery)
-    session = _Session(make_record(ID, ttl_s=60.0), notes)
-    await session.own.put()
+    notes, session = await _recorded(nursery, ttl_s=60.0)
     session.begin()
     nursery.start_soon(session.own.put_while_busy)
     await trio.sleep(35)
@@ -86,9 +92,7 @@ async def test_short_leases_are_written_more_often(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     """The recorded end is never near while the session is in use."""
-    notes = await _notes(nursery)
-    session = _Session(make_record(ID, ttl_s=4.0), notes)
-    await session.own.put()
+    notes, session = await _recorded(nursery, ttl_s=4.0)
     session.begin()
     nursery.start_soon(session.own.put_while_busy)
     await trio.sleep(10)
@@ -99,9 +103,7 @@ async def test_short_leases_are_written_more_often(
 
 async def test_many_commands_cost_few_writes(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
     """Ten a second for half a minute."""
-    notes = await _notes(nursery)
-    session = _Session(make_record(ID, ttl_s=1800.0), notes)
-    await session.own.put()
+    notes, session = await _recorded(nursery, ttl_s=1800.0)
     for _ in range(300):
         session.begin()
         await trio.sleep(0.05)
@@ -114,9 +116,7 @@ async def test_a_command_now_and_then_costs_one_write(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     """Each with its end, as the last one of several does; not one more for its begin, and none afterwards."""
-    notes = await _notes(nursery)
-    session = _Session(make_record(ID, ttl_s=1800.0), notes)
-    await session.own.put()
+    notes, session = await _recorded(nursery, ttl_s=1800.0)
     for pause_s in (60, 60, 5, 1, 60):
         session.begin()
         if session.followers == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 
 import attrs
 import pytest
@@ -137,6 +138,14 @@ async def _begin_first(supervisor: LocalSupervisor, session_id: str, nursery: tr
     return outcome
 
 
+@contextlib.asynccontextmanager
+async def _first_shell_starting(supervisor: LocalSupervisor) -> AsyncIterator[tuple[str, list[object]]]:
+    """Make a session whose first shell is being started; behind the block the list has what became of `FIRST`."""
+    session_id = await _create_slow(supervisor)
+    async with trio.open_nursery() as nursery:
+        yield session_id, await _begin_first(supervisor, session_id, nursery)
+
+
 def _is_first(result: object) -> bool:
     assert isinstance(result, ExecResult), result
     return (result.stdout, result.end.exit_code, result.end.shell_restarted) == (b"1\n", 0, False)
@@ -161,9 +170,7 @@ async def test_a_session_may_be_paused_while_its_first_shell_starts(
 ) -> None:
     """The command waits, and runs when the session goes on."""
     monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
-    session_id = await _create_slow(supervisor)
-    async with trio.open_nursery() as nursery:
-        outcome = await _begin_first(supervisor, session_id, nursery)
+    async with _first_shell_starting(supervisor) as (session_id, outcome):
         await supervisor.pause(session_id)
         await supervisor.exec(session_id, GO)  # which resumes it
     assert _is_first(outcome.pop())
@@ -189,9 +196,7 @@ async def test_a_session_may_end_while_its_first_shell_starts(
 ) -> None:
     """The command is told."""
     monkeypatch.setattr(creating, "_UNUSED_SHELL_MS", 0)
-    session_id = await _create_slow(supervisor)
-    async with trio.open_nursery() as nursery:
-        outcome = await _begin_first(supervisor, session_id, nursery)
+    async with _first_shell_starting(supervisor) as (session_id, outcome):
         await supervisor.destroy(session_id)
     assert outcome == [SessionExpired]
 
